@@ -32,33 +32,6 @@ def as_on_a_device() -> Iterator[None]:
         yield
 
 
-def formula(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    live: torch.Tensor,
-    scale: float,
-    softcap: float = 0.0,
-    bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention `[queries, heads, d]` and its log-sum-exp `[heads, queries]`, in the dtype of the query.
-
-    Keys and values are `[keys, heads, d]`, sinks `[heads]`. `live` and `bias` broadcast to `[heads, queries, keys]`.
-    """
-    score = torch.einsum("qhd,thd->hqt", query, key) * scale
-    if softcap:
-        score = softcap * torch.tanh(score / softcap)
-    if bias is not None:
-        score = score + bias
-    score = score.masked_fill(~live, -math.inf)
-    if sinks is not None:
-        score = torch.cat([score, sinks.to(query.dtype).view(-1, 1, 1).expand(-1, len(query), 1)], -1)
-    lse = torch.logsumexp(score, -1) if score.shape[-1] else score.new_full(score.shape[:2], -math.inf)
-    weight = torch.exp(score - lse.masked_fill(lse == -math.inf, 0.0)[..., None])[..., : len(key)]
-    return torch.einsum("hqt,thd->qhd", weight, value), lse
-
-
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -101,8 +74,17 @@ def attention(
         if attention_chunk:
             seen &= i // attention_chunk == j // attention_chunk
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
-    bias = None if alibi_slopes is None else -alibi_slopes.to(dtype)[:, None, None] * (i - j).abs()
-    return formula(q, k, v, seen, scale, softcap, bias, s_aux)
+    score = torch.einsum("qhd,thd->hqt", q, k) * scale
+    if softcap:
+        score = softcap * torch.tanh(score / softcap)
+    if alibi_slopes is not None:
+        score = score - alibi_slopes.to(dtype)[:, None, None] * (i - j).abs()
+    score = score.masked_fill(~seen, EMPTY)
+    if s_aux is not None:
+        score = torch.cat([score, s_aux.to(dtype).view(-1, 1, 1).expand(-1, len(q), 1)], -1)
+    lse = torch.logsumexp(score, -1)
+    weight = torch.exp(score - lse.masked_fill(lse == EMPTY, 0.0)[..., None])[..., : len(k)]
+    return torch.einsum("hqt,thd->qhd", weight, v), lse
 
 
 def check(
