@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from attention_cases import check_error
+from attention_cases import check_error, formula
 from row_cases import rotated
 
 from pc.triton_ops import _flash, flash_attn
@@ -74,17 +74,8 @@ def attention(
         if attention_chunk:
             seen &= i // attention_chunk == j // attention_chunk
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
-    score = torch.einsum("qhd,thd->hqt", q, k) * scale
-    if softcap:
-        score = softcap * torch.tanh(score / softcap)
-    if alibi_slopes is not None:
-        score = score - alibi_slopes.to(dtype)[:, None, None] * (i - j).abs()
-    score = score.masked_fill(~seen, EMPTY)
-    if s_aux is not None:
-        score = torch.cat([score, s_aux.to(dtype).view(-1, 1, 1).expand(-1, len(q), 1)], -1)
-    lse = torch.logsumexp(score, -1)
-    weight = torch.exp(score - lse.masked_fill(lse == EMPTY, 0.0)[..., None])[..., : len(k)]
-    return torch.einsum("hqt,thd->qhd", weight, v), lse
+    bias = None if alibi_slopes is None else -alibi_slopes.to(dtype)[:, None, None] * (i - j).abs()
+    return formula(q, k, v, seen, scale, softcap, bias, s_aux)
 
 
 def check(
@@ -112,11 +103,11 @@ def check(
         ]
         for kind in (torch.float64, dtype)
     )
-    expected, low = (torch.cat([result[0] for result in results]) for results in (exact, eager))
+    expected, low = (torch.cat([result[0].double() for result in results]) for results in (exact, eager))
     assert out.shape == expected.shape
     if not out.numel():
         return
-    check_error(out, expected, low)
+    check_error(out, expected, low, dtype)
     if lse is not None:
         expected_lse = torch.cat([result[1] for result in exact], 1)
         assert lse.shape == expected_lse.shape

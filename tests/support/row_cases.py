@@ -43,8 +43,14 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: 
 
     cos and sin are `[..., pairs]`. The features before `first` and after the pairs stay.
     """
-    angles = torch.complex(cos.double(), sin.double()).view(-1, cos.shape[-1])
-    return oracle.rotated(x, angles, torch.float64, interleaved, first)
+    out, half = (x.float() if x.dtype.itemsize == 1 else x).double(), cos.shape[-1]
+    out = out.clone()
+    part, turn = out[..., first : first + 2 * half], torch.complex(cos.double(), sin.double())[..., None, :]
+    a, b = (part[..., ::2], part[..., 1::2]) if interleaved else (part[..., :half], part[..., half:])
+    turned = torch.complex(a.contiguous(), b.contiguous()) * turn
+    parts = (turned.real, turned.imag)
+    out[..., first : first + 2 * half] = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    return out
 
 
 def _rounding(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
