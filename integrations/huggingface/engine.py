@@ -14,7 +14,7 @@ from .admit import extra_keys
 from .api import ASSISTED, CHUNKS, need
 from .calls import Calls, RequestReport, UnsupportedError, refuse_if, refusing
 from .compression.kept import Content
-from .identity import acting_hooks
+from .identity import has_own_code
 from .layers import GrowingIndexedLayer, index_reach
 from .loop import BY_TOKEN, Loop
 from .probe import LONG, TOKENS, Probed, probe, probe_hooks, probe_window
@@ -55,7 +55,7 @@ class Engine:
         """Make an empty store for the model, with its lower tiers."""
         self._problem: UnsupportedError | None = None  # of a longer probe
         self._proven_window = min(probed.window, LONG)
-        self._proven_length = TOKENS if acting_hooks(model) else sys.maxsize
+        self._proven_length = TOKENS if has_own_code(model) else sys.maxsize
         self.store = store = PromptStore(model, self._options, probed)
         indexed = any(isinstance(layer, GrowingIndexedLayer) for layer in store.empty_cache.layers)
         # The longest sequence of a sparse model; None for others.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -32,7 +33,6 @@ from .functions import (
     differing,
     functions_of,
     is_known,
-    of_package,
     reader_of,
     restored,
 )
@@ -415,17 +415,28 @@ def _hooks_of(model: Any) -> dict[str, Any]:
     return {_joined(label, name): hook for label, hooks in acting for name, hook in hooks.items()}
 
 
-def acting_hooks(model: Any) -> bool:
-    """Return whether a model has hooks, or modules with a forward of their own, whose code may compute anything.
+def has_own_code(model: Any) -> bool:
+    """Return whether a user's code may compute anything in a model: hooks, or forwards or classes of its modules.
 
-    Code of known packages does not count.
+    Hooks of libraries count too, but not their forwards and classes, nor those in the model's own files from the hub.
     """
-    forwards = [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
-    for own in (*_hooks_of(model).values(), *forwards):
-        functions = list(functions_of(own))
-        if not (all(map(of_package, functions)) if functions else is_known(type(own).__module__)):
-            return True
-    return False
+    kinds = {type(module) for module in model.modules()}
+    own = [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
+    hooks = chain.from_iterable(map(_files_of, _hooks_of(model).values()))
+    forwards = chain.from_iterable(map(_files_of, (*own, *(kind.forward for kind in kinds))))
+    return not (all(map(is_known, hooks)) and all(map(_is_installed, (*forwards, *(k.__module__ for k in kinds)))))
+
+
+def _files_of(code: Any) -> list[str]:
+    """Return the names of the modules in which the functions of a hook or a forward are defined."""
+    functions = list(functions_of(code))  # by their globals: functools.wraps copies `__module__`
+    return [str(f.__globals__.get("__name__")) for f in functions] or [type(code).__module__]
+
+
+def _is_installed(module: str) -> bool:
+    """Return whether a module is in an installed package, or made by transformers of a file from the hub."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return is_known(module) or "-packages" in file or module.startswith("transformers_modules.")
 
 
 def _holders(model: Any, functions: Functions) -> dict[str, Any]:

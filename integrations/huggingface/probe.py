@@ -13,7 +13,7 @@ import torch
 from .api import DynamicCache, cache_argument, positions, takes
 from .calls import UnsupportedError, refuse_if, refusing
 from .functions import Functions
-from .identity import acting_hooks, restored_holders, without_row_settings
+from .identity import has_own_code, restored_holders, without_row_settings
 from .images import ImageSplit, alike
 from .layers import (
     GrowingWindowLayer,
@@ -182,8 +182,8 @@ def _continues_typed(model: Any) -> bool:
 def _in_parts(model: Any, length: int, cut: int, typed: bool = False) -> DynamicCache:
     """Compute a row at once and in two parts, compare the caches, and return that of the whole row.
 
-    With hooks, the last token is a third part, which decode steps and long hits also compute alone. If `typed`, the
-    row's `token_type_ids` are zeros.
+    With code of the user's, the last token is a third part, which decode steps and long hits also compute alone. If
+    `typed`, the row's `token_type_ids` are zeros.
 
     Raises:
         UnsupportedError: The two caches differ, or the model fails.
@@ -207,7 +207,7 @@ def _in_parts(model: Any, length: int, cut: int, typed: bool = False) -> Dynamic
         refuse_if(wrapped, "it keeps its state in a cache for cross-attention")
         forward(model, tokens, 0, cut, first, given(cut))
         parts = _restored(model, first)
-        if acting_hooks(model):  # they may treat a pass of one token in another way
+        if has_own_code(model):  # it may treat a pass of one token in another way
             forward(model, tokens, cut, length - 1, parts, given(length - 1))
             cut = length - 1
         got = forward(model, tokens, cut, length, parts, given(length)).logits[0, -1]

@@ -547,8 +547,21 @@ def _wrapped(module: Any, add: Any) -> None:
     module.forward = own
 
 
+def _as_class(module: Any, add: Any) -> None:
+    """Give a module a class of its own."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = add(self, args, kwargs)
+        return kind.forward(self, *args, **kwargs)
+
+    kind = type(module)
+    module.__class__ = type("Own", (kind,), {"forward": forward})
+
+
 @pytest.mark.parametrize(
-    "put", [lambda module, add: module.register_forward_pre_hook(add, with_kwargs=True), _wrapped], ids=["hook", "own"]
+    "put",
+    [lambda module, add: module.register_forward_pre_hook(add, with_kwargs=True), _wrapped, _as_class],
+    ids=["hook", "forward", "class"],
 )
 @pytest.mark.parametrize("acts", STEPS.values(), ids=STEPS.keys())
 def test_a_hook_that_looks_at_the_size_or_place_of_a_pass_is_not_served(
