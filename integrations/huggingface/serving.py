@@ -35,7 +35,7 @@ from .runners.graphs import DecodeSteps, GraphReport
 from .settings import CacheOptions, check_salt, value_of, within
 from .store.kept import PromptStore
 from .store.tiers import load, save
-from .support import check_model, kept_deltas, rope_keys
+from .support import check_model, kept_deltas, precision_keys, rope_keys
 from .visits import apart
 
 logger = logging.getLogger("pc.integrations.huggingface")
@@ -605,7 +605,7 @@ class PrefixCaching:
         keys = rope_keys(loop.model.config, lengths, loop.generation_config.max_length, engine.in_pieces(loop))
         if loop.model_kwargs.get("token_type_ids") is not None:  # equal tokens may have other KV
             keys = (*keys, "token_type_ids")
-        loop.extra_keys = (*keys, *adapters)
+        loop.extra_keys = (*keys, *precision_keys(loop.model), *adapters)
         return engine
 
     @contextmanager

@@ -115,6 +115,13 @@ def float32_precision() -> tuple[str, ...]:
     return tuple(str(getattr(place, "fp32_precision", None)) for place in places)
 
 
+def precision_keys(model: Any) -> tuple[str, ...]:
+    """Return extra keys if torch computes the products of a float32 model in a lower precision; () if it does not."""
+    of_products = float32_precision()[:5]  # the others are of convolutions on a GPU, and lower by default
+    lower = [f"{place} {precision}" for place, precision in enumerate(of_products) if precision in ("bf16", "tf32")]
+    return ("float32", *lower) if lower and model.dtype == torch.float32 else ()
+
+
 def modeling_globals(model: torch.nn.Module) -> list[dict[str, Any]]:
     """Return the globals of the files that define the forward passes of a model's modules, without duplicates."""
     found = [getattr(inspect.unwrap(kind.forward), "__globals__", {}) for kind in {type(m) for m in model.modules()}]

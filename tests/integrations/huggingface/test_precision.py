@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from generate_cases import BY_NAME, left_padded, plain, prompt
 
-from pc.integrations.huggingface import enable_prefix_caching
+from pc.integrations.huggingface import enable_continuous_batching, enable_prefix_caching
 
 
 def _logits(result: Any) -> torch.Tensor:
@@ -36,3 +37,35 @@ def test_logits_stay_within_the_budget(name: str, dtype: torch.dtype) -> None:
                 assert ours <= 2 * own + rounding, (ours, own, rounding)
         assert handle.last_requests[0].cached_tokens >= 64
         assert handle.stats().calls_handed_back == {}
+
+
+@pytest.fixture
+def set_precision() -> Iterator[Callable[[str], None]]:
+    places: list[Any] = [torch.backends.mkldnn.matmul, torch.backends.cuda.matmul]
+    if not all(hasattr(place, "fp32_precision") for place in places):
+        pytest.skip("this torch names no precision for single backends")
+    before = [place.fp32_precision for place in places]
+    yield torch.set_float32_matmul_precision
+    for place, precision in zip(places, before, strict=True):
+        place.fp32_precision = precision
+
+
+def test_keys_and_values_of_another_precision_are_not_read(set_precision: Callable[[str], None]) -> None:
+    """With "medium", some CPUs round the inputs of products to bfloat16."""
+    model, found = BY_NAME["llama"].build(), list[int]()
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        for precision in ("highest", "medium", "medium", "highest"):
+            set_precision(precision)
+            model.generate(prompt(40), max_new_tokens=2)
+            found.append(handle.last_requests[0].cached_tokens)
+    assert found == [0, 0, 32, 32]
+
+
+def test_batching_reads_no_keys_and_values_of_another_precision(set_precision: Callable[[str], None]) -> None:
+    model, found = BY_NAME["llama"].build(), list[int]()
+    with enable_continuous_batching(model, num_blocks=64) as handle:
+        for precision in ("highest", "medium", "medium"):
+            set_precision(precision)
+            model.generate_batch([prompt(40)[0].tolist()], max_new_tokens=2, progress_bar=False)
+            found.append(handle.stats().hit_tokens)
+    assert found == [0, 0, 32]

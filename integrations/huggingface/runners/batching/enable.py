@@ -19,7 +19,7 @@ from ...probe import own_passes, probe
 from ...replaced import check_not_replaced, replace_method, restore_method
 from ...settings import CacheOptions, check_number, check_salt, within
 from ...store.kept import PromptStore
-from ...support import check_model
+from ...support import check_model, precision_keys
 from ...visits import check_manager
 from ..packed import layer_windows, probe_packed
 from .blocks import ScheduledBlocks
@@ -286,7 +286,8 @@ class ContinuousBatching:
                 raise UnsupportedError(
                     "its keys and values do not fit the blocks of this manager: stop it and start a new one"
                 )
-            return (f"model {self._epoch}", *self._identity.adapter_keys())
+            precision = () if model is None else precision_keys(model)
+            return (f"model {self._epoch}", *precision, *self._identity.adapter_keys())
 
 
 def _check(model: Any) -> None:
