@@ -32,6 +32,16 @@ def hashes_of(ids: np.ndarray, split: int) -> list[bytes]:
     return [digest.tobytes() for digest in digests]
 
 
+def make_context(name: str, keys: Sequence[Any], tokens: int = 16, **fields: Any) -> Any:
+    """Return vLLM's context of a request whose chunks, each of so many tokens, have these keys."""
+    from vllm.v1.kv_offload.base import ReqContext
+
+    context = ReqContext(name, **fields)
+    for place, key in enumerate(keys):
+        context.set_offload_key_position(key, tokens * (place + 1))
+    return context
+
+
 def pass_through_tier(manager: Any, keys: list[bytes], context: Any) -> tuple[int, Any]:
     """Run one request to its end; return the number of leading chunks found, and vLLM's answer to storing all."""
     from vllm.v1.kv_offload.base import LookupResult
@@ -59,7 +69,7 @@ def run(trace: Trace, policy: str | None, capacity: int, split: int = 1, at_once
         at_once: Unused, since the tier has no running requests.
         longest: Unused, since the tier stores prompts only.
     """
-    from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+    from vllm.v1.kv_offload.base import make_offload_key
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
     manager = CPUOffloadingManager(capacity * split, policy or "lru", "pc.integrations.vllm.offload")
@@ -67,9 +77,7 @@ def run(trace: Trace, policy: str | None, capacity: int, split: int = 1, at_once
     with frozen():
         for number, ids in enumerate(trace.requests):
             keys = [make_offload_key(digest, 0) for digest in hashes_of(ids[:capacity], split)]
-            context = ReqContext(str(number))
-            for place, key in enumerate(keys):
-                context.set_offload_key_position(key, 16 * (place + 1))
+            context = make_context(str(number), keys)
             begun = process_time()
             cached, stored = pass_through_tier(manager, keys, context)
             assert stored is not None

@@ -39,25 +39,6 @@ def restore_later(monkeypatch):
     return modules
 
 
-class Requests:
-    """A step's output of vLLM's scheduler."""
-
-    def __init__(self, counts, new=(), finished=(), resumed=()):
-        self.num_scheduled_tokens = dict(counts)
-        self.finished_req_ids = set(finished)
-        self.scheduled_new_reqs = [
-            types.SimpleNamespace(req_id=name, num_computed_tokens=hit, block_ids=(list(blocks),))
-            for name, hit, blocks in new
-        ]
-        names = [name for name, _, _ in resumed]
-        self.scheduled_cached_reqs = types.SimpleNamespace(
-            req_ids=names,
-            resumed_req_ids=set(names),
-            new_block_ids=[(list(blocks),) for _, _, blocks in resumed],
-            num_computed_tokens=[hit for _, hit, _ in resumed],
-        )
-
-
 class Batch:
     """A batch with the attributes that vLLM-Omni's managers and a view over vLLM's block tables read."""
 

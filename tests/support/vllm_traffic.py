@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,6 +54,27 @@ def make_request(
     sampling = SamplingParams(max_tokens=generate, **params)
     hasher = kv_cache_utils.get_request_block_hasher(block_size, sha256)
     return Request(name, tokens, sampling, None, block_hasher=hasher, cache_salt=salt)
+
+
+def scheduled(
+    counts: dict[str, int], new: Any = (), cached: Any = (), resumed: Any = (), finished: Any = (), sync: bool = False
+) -> Any:
+    """Return a scheduler output of vLLM: `(name, first position, blocks)` of new and of running requests."""
+    names = [name for name, _, _ in cached]
+    return SimpleNamespace(
+        num_scheduled_tokens=counts,
+        finished_req_ids=set(finished),
+        has_sync_kv_loads=sync,
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=at, block_ids=([*blocks],)) for name, at, blocks in new
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=names,
+            resumed_req_ids=set(resumed),
+            new_block_ids=[None if blocks is None else ([*blocks],) for _, _, blocks in cached],
+            num_computed_tokens=[at for _, at, _ in cached],
+        ),
+    )
 
 
 def contents_of(pool: Any) -> list[Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import vllm_shared
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm_traffic import scheduled
 
 from benchmarks.engines import vllm_scheduler
 from pc.cache.tiers.disk import DiskTier
@@ -40,25 +41,6 @@ def request(name, known, keys=None, **more):
     )
 
 
-def step(counts, new=(), cached=(), resumed=(), finished=(), sync=False):
-    """Return a scheduler output of vLLM: `(name, first position, blocks)` of new and of running requests."""
-    names = [name for name, _, _ in cached]
-    return SimpleNamespace(
-        num_scheduled_tokens=counts,
-        finished_req_ids=set(finished),
-        has_sync_kv_loads=sync,
-        scheduled_new_reqs=[
-            SimpleNamespace(req_id=name, num_computed_tokens=at, block_ids=(blocks,)) for name, at, blocks in new
-        ],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=names,
-            resumed_req_ids=set(resumed),
-            new_block_ids=[None if blocks is None else (blocks,) for _, _, blocks in cached],
-            num_computed_tokens=[at for _, at, _ in cached],
-        ),
-    )
-
-
 def test_a_prompt_that_the_tier_has_whole_leaves_a_token():
     tier = Kept.fromkeys([b"a0", b"a1", b"a2"])
     planner = Planner([tier], SIZE, "f")
@@ -88,7 +70,7 @@ def test_who_reads_no_prefixes_and_who_only_produces_finds_nothing():
 def admitted(planner, asked, blocks):
     """Look a request up, give it its first blocks, and return the plan of the step that loads what the tier has."""
     planner.admit(asked, blocks, planner.find(asked, 0))
-    return planner.plan(step({}))
+    return planner.plan(scheduled({}))
 
 
 def test_loads_and_saves_step_by_step():
@@ -98,14 +80,14 @@ def test_loads_and_saves_step_by_step():
     assert (plan.loads, plan.saves) == ({"a": {5: b"a0", 2: b"a1"}}, {})
     planner.loaded(["a"], ())
     planner.admit(asked, [5, 2, 7, 1], 0)
-    plan = planner.plan(step({"a": 3}, new=[("a", 8, [5, 2, 7, 1])]))
+    plan = planner.plan(scheduled({"a": 3}, new=[("a", 8, [5, 2, 7, 1])]))
     assert (plan.loads, plan.saves) == ({}, {})
-    plan = planner.plan(step({"a": 4}, cached=[("a", 11, None)]))
+    plan = planner.plan(scheduled({"a": 4}, cached=[("a", 11, None)]))
     assert (plan.loads, plan.saves) == ({}, {7: b"a2"})
     asked.block_hashes.append(b"a3")
-    plan = planner.plan(step({"a": 1}, cached=[("a", 15, None)]))
+    plan = planner.plan(scheduled({"a": 1}, cached=[("a", 15, None)]))
     assert plan.saves == {1: b"a3"}
-    assert planner.plan(step({}, finished=["a"])).saves == {}
+    assert planner.plan(scheduled({}, finished=["a"])).saves == {}
 
 
 def test_drafts_are_not_saved():
@@ -113,8 +95,8 @@ def test_drafts_are_not_saved():
     planner = Planner([Kept()], SIZE, "f")
     asked = request("a", 7)
     planner.admit(asked, [0, 1, 2], planner.find(asked, 0))
-    assert planner.plan(step({"a": 7}, new=[("a", 0, [0, 1, 2])])).saves == {0: b"a0"}
-    assert planner.plan(step({"a": 6}, cached=[("a", 7, [3])])).saves == {}
+    assert planner.plan(scheduled({"a": 7}, new=[("a", 0, [0, 1, 2])])).saves == {0: b"a0"}
+    assert planner.plan(scheduled({"a": 6}, cached=[("a", 7, [3])])).saves == {}
 
 
 def test_blocks_that_could_not_be_loaded_are_not_asked_for_again_and_saved_when_they_are_computed():
@@ -125,7 +107,7 @@ def test_blocks_that_could_not_be_loaded_are_not_asked_for_again_and_saved_when_
     assert planner.find(asked, 0) == 0
     planner.loaded(["a"], {7})  # by the next connector of a MultiConnector
     assert planner.find(asked, 0) == 0
-    assert planner.plan(step({"a": 10}, new=[("a", 4, [4, 5, 6, 7])])).saves == {5: b"a1", 6: b"a2"}
+    assert planner.plan(scheduled({"a": 10}, new=[("a", 4, [4, 5, 6, 7])])).saves == {5: b"a1", 6: b"a2"}
 
 
 def test_who_holds_blocks_that_another_connector_loads_saves_nothing_until_two_more_outputs():
@@ -135,10 +117,10 @@ def test_who_holds_blocks_that_another_connector_loads_saves_nothing_until_two_m
         asked = request(name, 4 * len(tables[name]))
         planner.admit(asked, tables[name], planner.find(asked, computed))
     counts, at = {"a": 4, "b": 4, "c": 4}, {"a": 8, "b": 8, "c": 0}
-    saves.append(planner.plan(step(counts, [(name, at[name], tables[name]) for name in counts], sync=True)).saves)
+    saves.append(planner.plan(scheduled(counts, [(name, at[name], tables[name]) for name in counts], sync=True)).saves)
     for _ in range(2):
         planner.loaded((), ())
-        saves.append(planner.plan(step(dict.fromkeys("ab", 1), cached=[(name, 12, None) for name in "ab"])).saves)
+        saves.append(planner.plan(scheduled(dict.fromkeys("ab", 1), cached=[(name, 12, None) for name in "ab"])).saves)
     assert saves == [{8: b"c0"}, {}, {4: b"a0", 5: b"a1", 6: b"a2", 7: b"b2"}]
 
 
@@ -151,10 +133,10 @@ def test_a_block_that_could_not_be_loaded_stops_who_hits_it_or_later_ones_until_
         asked = request(name, 4 * len(blocks))
         planner.admit(asked, blocks, planner.find(asked, computed))
         begin, is_first = (8, True) if name == "a" else (computed, False)
-        output = step({name: 4 * len(blocks) - begin}, [(name, begin, blocks)], sync=is_first)
+        output = scheduled({name: 4 * len(blocks) - begin}, [(name, begin, blocks)], sync=is_first)
         saves.append(planner.plan(output).saves)
         planner.loaded((), {5} if is_first else ())
-        planner.plan(step({}, finished=[name]))
+        planner.plan(scheduled({}, finished=[name]))
     assert saves == [{}, {7: b"sound1"}, {}, {5: b"fresh0"}, {8: b"after1"}]
 
 
@@ -182,7 +164,7 @@ def test_a_step_loads_no_more_tokens_than_a_step_computes():
     planner.admit(made["b"], [4], planner.find(made["b"], 0))
     planner.admit(made["a"], [5, 6], planner.find(made["a"], 0))
     assert planner.find(made["c"], 0) is None
-    assert planner.plan(step({})).loads == {"b": {4: b"b0"}, "a": {5: b"a0", 6: b"a1"}}
+    assert planner.plan(scheduled({})).loads == {"b": {4: b"b0"}, "a": {5: b"a0", 6: b"a1"}}
     assert planner.find(made["c"], 0) == 4
 
 
@@ -191,11 +173,11 @@ def test_a_resumed_request_has_other_blocks():
     planner = Planner([tier], SIZE, "f")
     asked = request("a", 12)
     planner.admit(asked, [4, 5], planner.find(asked, 0))
-    planner.plan(step({"a": 8}, new=[("a", 0, [4, 5])]))
+    planner.plan(scheduled({"a": 8}, new=[("a", 0, [4, 5])]))
     tier.update(dict.fromkeys([b"a0", b"a1"]))
     assert admitted(planner, asked, [9, 8]).loads == {"a": {9: b"a0", 8: b"a1"}}
     planner.loaded(["a"], ())
-    plan = planner.plan(step({"a": 4}, cached=[("a", 8, [9, 8, 1])], resumed=["a"]))
+    plan = planner.plan(scheduled({"a": 4}, cached=[("a", 8, [9, 8, 1])], resumed=["a"]))
     assert (plan.loads, plan.saves) == ({}, {1: b"a2"})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from types import SimpleNamespace
 
@@ -14,24 +15,18 @@ pytest.importorskip(
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, get_offload_block_hash, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-from benchmarks.engines.vllm_replay import pass_through_tier
+from benchmarks.engines import vllm_replay
 from pc.cache.policies import POLICIES
 from pc.integrations.hints import retention_hints
 from pc.integrations.vllm.offload import OffloadPolicy, policy_class
 
 MODULE = "pc.integrations.vllm.offload"
 CHUNK = 32  # tokens
+make_context = functools.partial(vllm_replay.make_context, tokens=CHUNK)
 
 
 def make_tier(policy, capacity=12):
     return CPUOffloadingManager(capacity, policy, MODULE)
-
-
-def make_context(name, keys, **fields):
-    context = ReqContext(name, **fields)
-    for place, key in enumerate(keys):
-        context.set_offload_key_position(key, CHUNK * (place + 1))
-    return context
 
 
 def keys_of(*names, group=0):
@@ -42,7 +37,7 @@ def evicted_by(tier, names, **fields):
     """Run a request that finds and stores chunks, and return what it evicted."""
     keys = keys_of(*names)
     context = make_context(str(names), keys, **fields)
-    _, stored = pass_through_tier(tier, keys, context)
+    _, stored = vllm_replay.pass_through_tier(tier, keys, context)
     return None if stored is None else [get_offload_block_hash(key).decode().strip() for key in stored.evicted_keys]
 
 

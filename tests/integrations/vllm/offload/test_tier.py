@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
+from benchmarks.engines.vllm_replay import make_context
 from pc.integrations.vllm.offload.tier import chunk_layout
 
 SIZE = 4096
@@ -230,9 +231,7 @@ def test_vllms_manager_moves_chunks_through_the_tier(make):
 
     for document in range(3):
         keys = [key(10 * document + n) for n in range(3)]
-        context = ReqContext(str(document))
-        for place, each in enumerate(keys):
-            context.set_offload_key_position(each, 32 * (place + 1))
+        context = make_context(str(document), keys, 32)
         manager.on_new_request(context)
         stored = manager.prepare_store(keys, context)
         rows = fill(memory, list(stored.store_spec.chunk_ids), seed=document)
@@ -242,10 +241,8 @@ def test_vllms_manager_moves_chunks_through_the_tier(make):
         manager.on_request_finished(context)
     assert len(held) == 9
 
-    again = ReqContext("again")
     keys = [key(n) for n in range(3)]
-    for place, each in enumerate(keys):
-        again.set_offload_key_position(each, 32 * (place + 1))
+    again = make_context("again", keys, 32)
     manager.on_new_request(again)
     wait_until(lambda: all(manager.lookup(each, again) is LookupResult.HIT for each in keys))
     spec = manager.prepare_load(keys, again)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import omni
 import pytest
 import torch
+from vllm_traffic import scheduled
 
 omni.use_omni()
 
@@ -45,7 +46,8 @@ def run(manager, batch, parts, new=(), finished=(), resumed=(), mm=None, padded=
     batch.order = [name for name, *_ in parts]
     for name, _, first, _, blocks in parts:
         batch.tables[name], batch.computed[name] = blocks, first
-    manager.new_step_starts(omni.Requests({name: n for name, _, _, n, _ in parts}, new, finished, resumed))
+    counts = {name: n for name, _, _, n, _ in parts}
+    manager.new_step_starts(scheduled(counts, new, resumed, [name for name, *_ in resumed], finished))
     rows = [row(tokens[at], at) for _, tokens, first, n, _ in parts for at in range(first, first + n)]
     count = len(rows)
     hidden = torch.stack([*rows, *[torch.full((WIDTH,), -1.0)] * padded]) if rows else torch.empty(0, WIDTH)
@@ -288,4 +290,4 @@ def test_a_step_waits_for_its_place():
 def test_a_hit_without_blocks_is_refused():
     ours, _ = make()
     with pytest.raises(OmniPrefixCacheUnmatchError, match="carries no block_ids"):
-        ours.new_step_starts(omni.Requests({"a": 1}, new=[("a", 8, [])]))
+        ours.new_step_starts(scheduled({"a": 1}, new=[("a", 8, [])]))
