@@ -88,6 +88,7 @@ def test_loads_and_saves_step_by_step():
     plan = planner.plan(scheduled({"a": 1}, cached=[("a", 15, None)]))
     assert plan.saves == {1: b"a3"}
     assert planner.plan(scheduled({}, finished=["a"])).saves == {}
+    assert not planner._requests
 
 
 def test_drafts_are_not_saved():

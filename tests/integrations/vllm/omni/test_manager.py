@@ -194,6 +194,14 @@ def test_a_name_that_steps_lack_leaves_zeros_not_what_was_there():
     assert torch.equal(rows[Ours], torch.cat([torch.zeros(8, 3), torch.ones(2, 3)]))
 
 
+def test_a_name_may_be_used_again_once_its_request_has_ended():
+    ours, batch = make()
+    tokens = list(range(10))
+    run(ours, batch, [("a", tokens, 0, 8, [0, 1])], new=[("a", 0, [0, 1])])
+    step = run(ours, batch, [("a", tokens, 8, 2, [0, 1, 2])], new=[("a", 8, [0, 1, 2])], finished=["a"])
+    assert torch.equal(ours.materialize(step, ["a"]).hidden_states["a"], expected(tokens, 0, 10))
+
+
 def test_rows_are_those_of_the_tokens():
     """Each row has its token and position, so the rows are right, not only equal to the other manager's."""
     ours, batch = make()
