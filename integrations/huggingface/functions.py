@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .api import registered
+from .api import DynamicLayer, DynamicSlidingWindowLayer, registered
 from .runners.dispatch import Dispatch
 from .support import inner_tensors, tensor_bytes
 
@@ -236,7 +236,7 @@ class Functions:
         self._registered: list[tuple[dict[str, Any], str]] = []  # tables of functions, and a name in each
         configs = [c for c in (model.config, *vars(model.config).values()) if hasattr(c, "to_dict")]
         self._settings = {v for config in configs for v in vars(config).values() if isinstance(v, str)}
-        for kind in {type(m): None for m in model.modules()}:
+        for kind in {**{type(m): None for m in model.modules()}, DynamicLayer: None, DynamicSlidingWindowLayer: None}:
             self._add_class(kind)
         functional = torch.nn.functional  # torch's own modules look up all its names
         self._look_up(functional.__name__, vars(functional), {n for n, v in vars(functional).items() if callable(v)})

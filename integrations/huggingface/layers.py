@@ -35,7 +35,7 @@ from .api import (
     length_behind_crop,
     need,
 )
-from .calls import UnsupportedError
+from .calls import UnsupportedError, refuse_if
 from .support import modeling_globals
 
 ALIGNED = 16
@@ -262,6 +262,9 @@ def new_cache(config: Any) -> DynamicCache:
         kind = type(layer)
         if kind not in GROWING or (kind is DynamicIndexedLayer and index_reach(config) is None):
             raise UnsupportedError(f"a layer of its cache is a {kind.__name__}")
+        file = getattr(getattr(kind, "update", None), "__globals__", {}).get("__name__")
+        replaced = isinstance(layer, DynamicLayer) and not str(file).startswith(("transformers.", "torch."))
+        refuse_if(replaced, f"update of {kind.__name__} was replaced")  # layers that grow have one of their own
         if isinstance(layer, LinearAttentionCacheLayerMixin | DynamicIndexedLayer):
             need(SPARSE if kind is DynamicIndexedLayer else STATES)
         cache.layers[index] = GROWING[kind](layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import warnings
@@ -251,6 +252,35 @@ def test_errors_of_the_caller_come_out_as_they_are(model: Any, case: str, fallba
         assert handle.stats().calls_handed_back == {}
         assert_nothing_held(handle)
         assert_same(model, input_ids=prompt(40), max_new_tokens=4)
+
+
+@pytest.mark.filterwarnings("ignore:prefix caching")
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_a_replaced_update_of_cache_layers_is_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch, name: str, before: bool
+) -> None:
+    """Quantized caches are tried out so. Layers that grow have an update of their own."""
+    model, kind = BY_NAME[name].build(), transformers.cache_utils.DynamicLayer
+    if name == "mistral-window":
+        kind = transformers.cache_utils.DynamicSlidingWindowLayer
+    own = kind.update
+    options: dict[str, Any] = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_logits": True}
+    with contextlib.ExitStack() as stack:
+        if not before:
+            handle = stack.enter_context(enable_prefix_caching(model, num_blocks=64))
+            model.generate(prompt(40), **options)
+        monkeypatch.setattr(
+            kind, "update", lambda self, keys, *rest, **options: own(self, keys.round(), *rest, **options)
+        )
+        if before:
+            handle = stack.enter_context(enable_prefix_caching(model, num_blocks=64))
+        got, want = model.generate(prompt(40), **options), plain(model, input_ids=prompt(40), **options)
+        torch.testing.assert_close(got.logits, want.logits)
+        assert f"update of {kind.__name__} was replaced" in str(handle.unsupported)
+        monkeypatch.undo()
+        assert_same(model, input_ids=prompt(40))
+        assert handle.unsupported is None
 
 
 @pytest.mark.filterwarnings("ignore:prefix caching")
