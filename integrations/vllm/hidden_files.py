@@ -116,7 +116,7 @@ class RowsFolder:
             is_part = entry.name.endswith(PART)
             if now - modified > self.max_seconds + PART_SECONDS * is_part or (kept and kept + size > room):
                 room = room if is_part else 0  # older files are deleted too
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(OSError):  # also a folder, or another user's file: older ones must go too
                     os.unlink(entry)
             elif not is_part:
                 kept += size

@@ -81,6 +81,20 @@ def test_what_is_old_goes_and_what_is_not_ours_stays(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".running.part", "new.safetensors", "notes.txt", "r.safetensors"]
 
 
+def test_what_cannot_be_deleted_stays_and_older_files_go(tmp_path, warnings):
+    """Such as a folder, or another user's file in a shared folder."""
+    now = time.time()
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "old.safetensors").write_bytes(b"x")
+    for name, age in {"folder.safetensors": 120, "old.safetensors": 240}.items():
+        os.utime(tmp_path / name, (now - age, now - age))
+    folder = RowsFolder(tmp_path, max_seconds=60)
+    folder.put("r", rows(), {})
+    folder.close()
+    assert sorted(os.listdir(tmp_path)) == ["folder.safetensors", "r.safetensors"]
+    assert not warnings
+
+
 def test_a_disk_that_refuses_is_reported_and_leaves_nothing(tmp_path, monkeypatch, warnings):
     def full(tensors, path, metadata):
         path.write_bytes(b"half")
