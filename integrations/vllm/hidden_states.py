@@ -19,7 +19,7 @@ from .api import AllPool, available, callers_request_id, check_version, logger, 
 from .api import PlatformWorker as Base
 from .features import HIDDEN_STATES_OPTIONS, additional_config, announce, has_policy
 from .hidden_files import MAX_BYTES, MAX_SECONDS, RowsFolder
-from .reasons import first_reason, refuse_diffusion
+from .reasons import asks, first_reason, refuse_diffusion
 from .scheduler_output import follow_tables, full_attention_group, slots_of
 
 ASKED = "pc_hidden_states"
@@ -173,8 +173,8 @@ class PromptHiddenStates:
             if each.data is not None and (followed is None or followed.length != each.data.prompt_len):
                 extra = extra_args(each.data)
                 has_tokens = each.data.prompt_embeds is None
-                asked_logprobs = self._gives_logprobs(extra.get(ASKED_LOGPROBS), has_tokens)
-                asked = bool(extra.get(self._asked_for)), asked_logprobs
+                asked_logprobs = self._gives_logprobs(asks(extra, ASKED_LOGPROBS), has_tokens)
+                asked = asks(extra, self._asked_for), asked_logprobs
                 ids = each.data.prompt_token_ids if any(asked) and has_tokens else ()
                 tokens = torch.tensor(ids, dtype=torch.int64)
                 self._followed[each.request_id] = FollowedPrompt(tokens, each.data.prompt_len, *asked)
@@ -182,7 +182,7 @@ class PromptHiddenStates:
             self.rows.copy([(copy.src_block_id, copy.dst_block_id)])
         return positions
 
-    def _gives_logprobs(self, wanted: Any, has_tokens: bool) -> bool:
+    def _gives_logprobs(self, wanted: bool, has_tokens: bool) -> bool:
         """Return whether to write log-probabilities for a request. Log once why they cannot be computed."""
         if not wanted:
             return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..hints import extra_args
@@ -40,10 +40,20 @@ def replays_whole_steps(compilation_config: Any, device: str) -> bool:
     return device != "cpu" and mode is not None and bool(mode.has_full_cudagraphs())
 
 
+def asks(extra: Mapping[str, Any], name: str) -> bool:
+    """Return whether a request's extra arguments ask for something. A value that is neither true nor false does not."""
+    value = extra.get(name)
+    try:
+        return bool(value)
+    except Exception as error:  # such as an array's: it must not end the engine
+        logger.warning("%s is ignored: got %s, needs true or false (%s)", name, type(value).__name__, error)
+        return False
+
+
 def asks_for_rows(request: Any) -> bool:
     """Return whether a request asks for results of each token. Moved and packed tokens have no rows for them."""
     extra = extra_args(request)
-    return bool(extra.get("pc_hidden_states") or extra.get("pc_prompt_logprobs"))
+    return asks(extra, "pc_hidden_states") or asks(extra, "pc_prompt_logprobs")
 
 
 def refuse_diffusion(vllm_config: Any, feature: str) -> None:

@@ -24,7 +24,7 @@ from ..compression.options import read_options
 from ..compression.scheduler import Compression, why_no_compression
 from ..features import REUSE, announce, asked_of_scheduler, chosen_policy, keeps_rows
 from ..metrics import COUNTERS, policy_counts
-from ..reasons import asks_for_rows, can_serve
+from ..reasons import asks, asks_for_rows, can_serve
 from .chunks import make_chunks
 from .explaining import ASKED, Misses, why_not_explained
 from .jumps import Jumps, why_no_jumps
@@ -119,11 +119,11 @@ class PolicyScheduler(Scheduler):
             logger.warning_once("pc_hidden_states and pc_prompt_logprobs have no effect without PC_VLLM=hidden_states")
         if extra.get(COMPRESS) is not None:
             self._will_compress(request)
-        if extra.get(ASKED):
+        if asks(extra, ASKED):
             self._will_explain(request.request_id)
         asked = extra.get("pc_reuse")
         if asked is not None:
-            if asked not in REUSE:
+            if not isinstance(asked, str) or asked not in REUSE:
                 known = ", ".join(REUSE)
                 logger.warning("pc_reuse of request %s: got %.100r, needs one of %s", request.request_id, asked, known)
                 asked = "prefix"

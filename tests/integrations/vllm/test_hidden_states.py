@@ -224,6 +224,22 @@ def test_rows_that_no_worker_keeps_or_writes_are_reported(warnings):
     ]
 
 
+def test_values_that_are_neither_true_nor_false_are_reported_and_ask_for_nothing(warnings):
+    """The truth of an array is an error, which ended the engine."""
+    steps, array = Steps(64, 0, False, 0), torch.ones(2)
+    kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ROWS)
+    for name in (ROWS, ASKED_LOGPROBS):
+        steps.run(f"array-{name}", list(range(40)), 1, {name: array})
+    steps.run("asks", list(range(40)), 1, {ROWS: True})
+    assert torch.equal(kept.take()["asks"]["hidden_states"], rows_of(range(40)))
+    assert [line.partition(":")[0] for line in warnings] == [f"{name} is ignored" for name in (ROWS, ASKED_LOGPROBS)]
+    scheduler = vllm_exact.make_scheduler(8)
+    for name in (ASKED, ASKED_LOGPROBS, "pc_explain", "pc_reuse"):
+        scheduler.add_request(make_request(name, [*range(40)], 16, extra_args={name: array}))
+    assert len(scheduler.requests) == 4
+    assert len(warnings) == 6
+
+
 @pytest.mark.parametrize("mixed", [False, True], ids=["", "mixed"])
 def test_embeddings_have_no_log_probabilities(tmp_path, warnings, mixed):
     """Not even where vLLM has made-up tokens in their places. A file has its other contents, and the log says why."""
