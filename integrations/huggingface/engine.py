@@ -17,7 +17,7 @@ from .compression.kept import Content
 from .identity import has_own_code
 from .layers import GrowingIndexedLayer, index_reach
 from .loop import BY_TOKEN, Loop
-from .probe import LONG, TOKENS, Probed, probe, probe_hooks, probe_window
+from .probe import EVICTS, LONG, TOKENS, Probed, probe, probe_hooks, probe_window
 from .prompts import Prompt, prompts_of
 from .runners import contiguous, deterministic, document, paged
 from .runners.batch import FORWARD_COST
@@ -211,7 +211,7 @@ class Engine:
     def check(self, loop: Loop) -> None:
         """Raise UnsupportedError if the model, its mode or the installed transformers rules out serving this loop."""
         config = loop.generation_config
-        refuse_if(self.store.storage.evicts, "something removes tokens from its cache, such as a hook that evicts")
+        refuse_if(self.store.storage.evicts, EVICTS)
         refuse_if(loop.mode not in LOOPS, f"generation mode {loop.mode}")
         if loop.mode == "assisted_generation":
             need(ASSISTED)

@@ -101,9 +101,10 @@ class Identity:
         for label, m in self._modules.items():
             left_out = _INTERNAL | {RECORDING} | set(transient) | (ADAPTER_STATE if _is_adapter(m) else frozenset())
             own = _attributes_of(m, left_out)
-            names = "_modules", "_modules", *own  # `itemgetter` returns a tuple only for two names or more
-            self._settings.append((itemgetter(*names), vars(m)))
-            labels.append((label, names))
+            if own:  # the module that torch.compile wraps around another has none
+                names = *own, next(iter(own))  # `itemgetter` returns a tuple only for two names or more
+                self._settings.append((itemgetter(*names), vars(m)))
+                labels.append((label, names))
             _nested(label, own, nested)
         _nested("", root, nested)
         for config in _configs(model):

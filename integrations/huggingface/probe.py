@@ -36,6 +36,7 @@ from .visits import apart
 
 TOKENS, CUT, PAD = 29, 16, 3  # tokens of the probe, tokens of its first part, columns of padding
 LONG = 256  # longer windows are not probed at once, but when a prompt first exceeds the window
+EVICTS = "something removes tokens from its cache, such as a hook that evicts"
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,8 @@ def _in_parts(model: Any, length: int, cut: int, typed: bool = False) -> Dynamic
             cut = length - 1
         got = forward(model, tokens, cut, length, parts, given(length)).logits[0, -1]
         same = _close(model, whole, parts) and alike(want, got, model.dtype)
-    refuse_if(not same, "it computes other values when it continues from a cached prefix")
+    evicts = any(layer.keys.dim() == 4 and layer.keys.shape[2] < length for layer in filled_layers(whole).values())
+    refuse_if(not same, EVICTS if evicts else "it computes other values when it continues from a cached prefix")
     return whole
 
 
