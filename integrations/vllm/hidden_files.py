@@ -51,6 +51,7 @@ class RowsFolder:
 
     Raises:
         OSError: The folder cannot be created or written.
+        ValueError: The folder has a model, whose weights would be deleted as old files.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class RowsFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise PermissionError(f"{self.path}: cannot be written")
+        if (self.path / "config.json").exists():
+            raise ValueError(f"pc_hidden_states_dir: got {self.path}, the folder of a model, needs one of its own")
         self._writer = ThreadPoolExecutor(1, "pc-hidden-states")
 
     def put(self, request_id: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:

@@ -128,6 +128,13 @@ def test_what_waits_to_be_written_is_bounded(tmp_path, monkeypatch, warnings):
     assert warnings == ["hidden states are dropped: more than 200 bytes wait to be written"]
 
 
+def test_a_folder_of_a_model_is_refused(tmp_path):
+    """Its weights are safetensors files too, and old ones are deleted."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"pc_hidden_states_dir: got .*, the folder of a model, needs one of its own"):
+        RowsFolder(tmp_path)
+
+
 def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
