@@ -25,17 +25,7 @@ import torch
 
 from .api import COMPILED, KEPT_MANAGER, RECORDING, SILENT_ENTRIES, is_own_hook
 from .calls import refuse_if, refusing
-from .functions import (
-    PLAIN,
-    Functions,
-    Held,
-    content_digest,
-    differing,
-    functions_of,
-    is_known,
-    reader_of,
-    restored,
-)
+from .functions import PLAIN, Functions, Held, content_digest, differing, functions_of, is_known, reader_of, restored
 from .support import (
     CHANGING_ROPE,
     PLAIN_TENSORS,

@@ -179,9 +179,14 @@ def _attention(
         arguments |= {"cache": keys[:, :, 0], "value_dim": value_dim}
     else:
         arguments |= {"key_cache": keys, "value_cache": values}
+    return CaseCall(arguments, _results(operator, arguments, dtype), planned=planned)
+
+
+def _results(operator: str, arguments: Options, dtype: torch.dtype) -> tuple[Near, ...]:
+    """Return the expected results of an attention operator."""
     exact, lse = oracle.attention(arguments, torch.float64)
     returned = (Near(exact, oracle.attention(arguments, dtype)[0]), Near(lse, lse.float(), 1e-3))
-    return CaseCall(arguments, returned if operator.endswith("_with_lse") else returned[:1], planned=planned)
+    return returned if operator.endswith("_with_lse") else returned[:1]
 
 
 def _as_stored(side: torch.Tensor, unused: torch.Tensor, dtype: torch.dtype, head_major: bool) -> torch.Tensor:
@@ -224,11 +229,10 @@ def _used_slots(args: AttentionArgs, attended: bool) -> torch.Tensor:
     _, block_size, kv_heads = used.shape
     for i, length in enumerate(args.seq_lens.tolist()):
         t, tables = torch.arange(length), oracle.tables_of(args, i)
+        read = oracle.attended(args, i).any(1) if attended else torch.ones(kv_heads, length, dtype=torch.bool)
         for head in range(kv_heads):
             numbers = tables[head % len(tables)].long()[t // block_size]
-            live = numbers >= 0
-            if attended:
-                live &= oracle.attended(args, i)[head].any(0)
+            live = read[head] & (numbers >= 0)
             used[numbers[live], (t % block_size)[live], head] = True
     return used
 
