@@ -1,10 +1,10 @@
 """Paged attention on CPU tensors in PyTorch, fast enough to serve a small model. `attend` runs a call.
 
-All operators use one predicate, `Mask`. If PyTorch's flash kernel for CPUs can compute a call, no `[queries, keys]`
-matrix is made. The kernel attends without a mask to all keys before a chunk of queries, and causally within the chunk.
+All operators use one predicate, `Mask`. PyTorch's flash kernel for CPUs computes calls without score modifiers. Without
+a window it needs no mask: it attends to all keys before a chunk of queries, and causally within the chunk.
 
     cpu_sparse.py       decodes over float32 keys, and of KV heads that have their own blocks, in one batch
-    cpu_masked.py       the flash kernel, and what it cannot compute: score modifiers, trees, the edge of a mask
+    cpu_masked.py       the flash kernel, with a mask for windows, trees and scattered queries, and score modifiers
     cpu_cache.py        keys and values read from blocks
 """
 
@@ -153,8 +153,8 @@ def _attend_chunk(
         keys, values = (x[position % size :][: end - position] for x in cache.read(own_blocks))
         before = full_parts(query, cache, table, 0, position, args.scale)
         return merge_parts([flash(query, keys, values, args.scale, True), *before], query, width)
-    # A slice of as many queries reads about twice as many keys as one query.
-    step = max(16, sink_end + end - begin)
+    # Shorter slices read fewer keys for each query, longer ones call the kernel less often.
+    step = max(64, (sink_end + end - begin) // 2)
     cuts = (slice(begin, begin + step) for begin in range(0, count, step))
     positions = np.arange(position, position + count)
     return concatenated([attend_masked(query[cut], cache, table, seq_len, positions[cut], args) for cut in cuts])

@@ -1,7 +1,4 @@
-"""Attention on CPUs: PyTorch's flash kernel, and matrix products for what that kernel does not support.
-
-The flash kernel supports neither score modifiers nor trees.
-"""
+"""Attention on CPUs: PyTorch's flash kernel, and matrix products for score modifiers, which it does not support."""
 
 from __future__ import annotations
 
@@ -19,8 +16,18 @@ from .cpu_cache import Cache, Piece
 MAX_SCORES = 1 << 24
 
 
-def flash_kernel(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool, scale: float) -> Result:
-    """Run PyTorch's flash kernel for CPUs. It takes keys and values of one width, so the narrower ones are padded."""
+def flash_kernel(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    causal: bool,
+    scale: float,
+    mask: torch.Tensor | None = None,
+) -> Result:
+    """Run PyTorch's flash kernel for CPUs. It takes keys and values of one width, so the narrower ones are padded.
+
+    `mask` is added to the scores.
+    """
     if scale <= 0:  # the kernel treats it as positive
         query, scale = query * (-1.0 if scale else 0.0), -scale or 1.0
     width = values.shape[-1]
@@ -31,20 +38,37 @@ def flash_kernel(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, 
         # If values are the first columns of keys, the whole keys are passed as values.
         is_begin = values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride()
         values = keys if is_begin else torch.nn.functional.pad(values, (0, -more))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, 0.0, causal, scale=scale)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, causal, attn_mask=mask, scale=scale
+    )
     return (out[..., :width] if more < 0 else out), lse
 
 
-def flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool) -> Result:
-    """Attend with queries `[tokens, heads, dim]` over `[keys, kv_heads, dim]`; the lse is `[tokens, heads]`."""
+def flash(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    causal: bool,
+    dead: torch.Tensor | None = None,
+) -> Result:
+    """Attend with queries `[tokens, heads, dim]` over `[keys, kv_heads, dim]`; the lse is `[tokens, heads]`.
+
+    If not causal, `dead` `[tokens, keys]` may say to which keys a query does not attend.
+    """
     tokens, heads, dim = query.shape
     kv_heads = keys.shape[1]
-    q = query.transpose(0, 1)
+    q, mask = query.transpose(0, 1), None
     if not causal:
         # The queries of a group are passed as queries of one KV head, so each key is read once for the group.
         q = q.reshape(kv_heads, heads // kv_heads * tokens, dim)
-    out, lse = flash_kernel(q[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None], causal, scale)
-    return out.reshape(heads, tokens, -1).transpose(0, 1), lse.reshape(heads, tokens).transpose(0, 1)
+    if dead is not None:
+        mask = q.new_zeros(dead.shape).masked_fill_(dead, -math.inf).repeat(heads // kv_heads, 1)[None, None]
+    out, lse = flash_kernel(q[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None], causal, scale, mask)
+    out, lse = out.reshape(heads, tokens, -1).transpose(0, 1), lse.reshape(heads, tokens).transpose(0, 1)
+    if dead is not None and (keyless := dead.all(dim=1)).any():
+        out[keyless], lse[keyless] = 0.0, -math.inf  # the kernel gives an lse of 0
+    return out, lse
 
 
 def full_parts(
@@ -71,6 +95,8 @@ def merge_parts(parts: Iterable[Result], query: torch.Tensor, width: int) -> Res
 
 def concatenated(parts: list[Result]) -> Result:
     """Concatenate parts of different queries."""
+    if len(parts) == 1:
+        return parts[0]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
@@ -87,11 +113,7 @@ def attend_masked(
     args: AttentionArgs,
     tree: Tree | None = None,
 ) -> Result:
-    """Attend with queries of a sequence over its present keys, with the predicate as a mask.
-
-    In a call without other restrictions than causal and a tree, the last queries attend to all keys of a piece, without
-    a mask.
-    """
+    """Attend with queries of a sequence over its present keys, with the predicate as a mask."""
     sink_end, begin, end = args.mask.attended_range(int(positions.min()), int(positions.max()), seq_len)
     own_begin = seq_len
     if tree is not None:
@@ -107,18 +129,10 @@ def attend_masked(
                 own = t[t >= own_begin] - own_begin
                 before = len(t) - len(own)
                 live[:, before:], t[before:] = tree[1][:, own], tree[0][own]
-            # Queries from `every` on attend to all of the piece, those from `some` on to a part.
-            every = len(live)
-            if args.terms.PLAIN and not args.mask.BOUNDED:
-                whole = live.all(axis=1)
-                every = 0 if whole.all() else every - int(whole[::-1].argmin())
-            if every < len(live):
-                part = flash(query[every:], keys, values, args.scale, False)
-                out[every:], lse[every:] = merge_parts([(out[every:], lse[every:]), part], query, cache.width)
-            some = slice(int(live.any(axis=1).argmax()), every)
-            if live[some].any():
-                part = _live_part(query[some], (keys, values, t), live[some], positions[some], args)
-                out[some], lse[some] = merge_parts([(out[some], lse[some]), part], query, cache.width)
+            rows = slice(int(live.any(axis=1).argmax()), len(live))  # the queries before attend to none of the piece
+            if live[rows].any():
+                part = _live_part(query[rows], (keys, values, t), live[rows], positions[rows], args)
+                out[rows], lse[rows] = merge_parts([(out[rows], lse[rows]), part], query, cache.width)
     return out, lse
 
 
@@ -132,10 +146,14 @@ def _live_part(
         index = torch.from_numpy(np.flatnonzero(some))
         t, keys, values, live = t[some], keys[index], values[index], live[:, some]
     heads, kv_heads = query.shape[1], keys.shape[1]
-    keys, values = keys.float().permute(1, 2, 0), values.float().transpose(0, 1)
     parts, step = [], max(1, MAX_SCORES // max(1, len(t) * heads))
-    for begin in range(0, len(query), step):
-        rows = slice(begin, begin + step)
+    cuts = [slice(begin, begin + step) for begin in range(0, len(query), step)]
+    if args.terms.PLAIN:
+        masks = [None if live[rows].all() else torch.from_numpy(~live[rows]) for rows in cuts]
+        parts = zip(cuts, masks, strict=True)
+        return concatenated([flash(query[rows], keys, values, args.scale, False, dead) for rows, dead in parts])
+    keys, values = keys.float().permute(1, 2, 0), values.float().transpose(0, 1)
+    for rows in cuts:
         # [KV heads, (heads of a group, rows), features]
         q = query[rows].float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
         distance, dead = torch.from_numpy(t - positions[rows, None]), torch.from_numpy(~live[rows])
