@@ -145,22 +145,33 @@ def _live_part(
     if not some.all():
         index = torch.from_numpy(np.flatnonzero(some))
         t, keys, values, live = t[some], keys[index], values[index], live[:, some]
-    heads, kv_heads = query.shape[1], keys.shape[1]
-    parts, step = [], max(1, MAX_SCORES // max(1, len(t) * heads))
-    cuts = [slice(begin, begin + step) for begin in range(0, len(query), step)]
-    if args.terms.PLAIN:
-        masks = [None if live[rows].all() else torch.from_numpy(~live[rows]) for rows in cuts]
-        parts = zip(cuts, masks, strict=True)
-        return concatenated([flash(query[rows], keys, values, args.scale, False, dead) for rows, dead in parts])
-    keys, values = keys.float().permute(1, 2, 0), values.float().transpose(0, 1)
-    for rows in cuts:
-        # [KV heads, (heads of a group, rows), features]
-        q = query[rows].float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-        distance, dead = torch.from_numpy(t - positions[rows, None]), torch.from_numpy(~live[rows])
-        score = torch.matmul(q, keys).view(heads, *dead.shape).mul_(args.scale)
-        score = args.terms.apply(score, distance, args.alibi_slopes).masked_fill_(dead, -math.inf)
-        lse = torch.logsumexp(score, -1)
-        weight = torch.exp_(score.sub_(lse.masked_fill(lse == -math.inf, 0.0)[..., None]))
-        out = torch.matmul(weight.view(*q.shape[:2], len(t)), values).view(heads, len(dead), -1)
-        parts.append((out.transpose(0, 1).contiguous(), lse.transpose(0, 1)))
+    parts, step = [], max(1, MAX_SCORES // max(1, len(t) * query.shape[1]))
+    for begin in range(0, len(query), step):
+        rows = slice(begin, begin + step)
+        dead = torch.from_numpy(~live[rows])
+        if args.terms.PLAIN:
+            parts.append(flash(query[rows], keys, values, args.scale, False, dead if dead.any() else None))
+        else:
+            distance = torch.from_numpy(t - positions[rows, None])
+            parts.append(_with_modifiers(query[rows], keys, values, distance, dead, args))
     return concatenated(parts)
+
+
+def _with_modifiers(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    distance: torch.Tensor,
+    dead: torch.Tensor,
+    args: AttentionArgs,
+) -> Result:
+    """Attend like `flash`, with score modifiers. `distance` and `dead` are `[queries, keys]`."""
+    heads, kv_heads = query.shape[1], keys.shape[1]
+    # [KV heads, (heads of a group, queries), features]
+    q = query.float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    score = torch.matmul(q, keys.float().permute(1, 2, 0)).view(heads, *dead.shape).mul_(args.scale)
+    score = args.terms.apply(score, distance, args.alibi_slopes).masked_fill_(dead, -math.inf)
+    lse = torch.logsumexp(score, -1)
+    weight = torch.exp_(score.sub_(lse.masked_fill(lse == -math.inf, 0.0)[..., None]))
+    out = torch.matmul(weight.view(*q.shape[:2], -1), values.float().transpose(0, 1)).view(heads, len(dead), -1)
+    return out.transpose(0, 1).contiguous(), lse.transpose(0, 1)
