@@ -206,7 +206,8 @@ class BlockStore:
     """
 
     def __init__(self, caches: Mapping[str, torch.Tensor], nbytes: int) -> None:
-        self.caches = [caches[name] for name in sorted(caches)]
+        own = {caches[name].data_ptr(): caches[name] for name in sorted(caches)}  # layers may share a cache (Gemma 3n)
+        self.caches = list(own.values())
         sizes = [cache[0].numel() * cache.element_size() for cache in self.caches]
         if sum(sizes) != nbytes:
             raise ValueError(f"kv_caches: got {sum(sizes)} bytes a block, needs {nbytes}: a layout that is not served")

@@ -209,6 +209,17 @@ def test_bytes_of_blocks_in_any_layout(dtype, order, tmp_path):
         BlockStore(caches, size + 1)
 
 
+def test_layers_that_share_a_cache_are_one_layer_of_a_block(tmp_path):
+    """In models such as Gemma 3n, vLLM passes the cache of a layer again for each layer that reads it."""
+    cache = torch.randn(4, 2, SIZE, 6)
+    caches, size = {"x.1": cache, "x.0": cache}, cache[0].nbytes
+    store, tier = BlockStore(caches, size), DiskTier(tmp_path, layout_of("f", 0, size))
+    store.save(tier, {3: b"k3"})
+    other = torch.zeros_like(cache)
+    assert BlockStore({"x.0": other, "x.1": other}, size).load(tier, {1: b"k3"}) == []
+    assert torch.equal(other[1], cache[3])
+
+
 def test_all_layouts_of_vllm_are_strides_of_one_shape():
     """The test above permutes a shape; this one checks that vLLM's layouts are such permutations."""
     assert len(KVCacheLayout) == 6
