@@ -259,7 +259,7 @@ class TierConnector(KVConnectorBase_V1):
 
     - `tier`: "disk" with `path` and `capacity_bytes`, "mooncake" with the arguments of `MooncakeTier.connect`, or
       "module:function".
-    - `model`: a name for the weights, if they are in no folder of this machine.
+    - `model`: a name for the weights, a draft model's included, if they are in no folder of this machine.
     - `writer_bytes`: the most bytes that wait to be written.
 
     Raises:

@@ -42,14 +42,16 @@ def describe(vllm_config: Any, kv_cache_config: Any, options: Mapping[str, Any])
     Args:
         vllm_config: vLLM's configuration.
         kv_cache_config: Its KV cache configuration, with one group.
-        options: `kv_connector_extra_config`. If it has `model`, that name replaces the digest of the weights.
+        options: `kv_connector_extra_config`. If it has `model`, that name replaces the digest of the weights, those of
+            a draft model too.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     (group,) = kv_cache_config.kv_cache_groups
     config = model.hf_config.to_dict()
     config.pop("_name_or_path", None)
     backend = getattr(vllm_config.attention_config, "backend", None)
-    said = {
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    said: dict[str, Any] = {
         "model": options.get("model") or digest_of_weights(model),
         "config": config,
         "dtype": str(model.dtype),
@@ -68,6 +70,8 @@ def describe(vllm_config: Any, kv_cache_config: Any, options: Mapping[str, Any])
         "device": _device(str(vllm_config.device_config.device_type)),
         "hashes": [str(cache.prefix_caching_hash_algo), os.environ.get("PYTHONHASHSEED")],
     }
+    if draft is not None and draft.model != model.model and not options.get("model"):
+        said["draft"] = digest_of_weights(draft)  # its layers are in the blocks too
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -346,6 +346,25 @@ def test_settings_that_change_what_a_model_computes_change_the_fingerprint(chang
     assert describe(config, caches, {"model": "x"}) != before
 
 
+def test_draft_models_change_the_fingerprint_unless_the_weights_have_a_name(tmp_path):
+    """The layers of a draft model are in the blocks too."""
+    scheduler = vllm_scheduler.make_scheduler(None, 8)
+    config, caches = scheduler.vllm_config, scheduler.kv_cache_config
+    folders = [tmp_path / name for name in ("model", "a", "b")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "x.safetensors").write_bytes(folder.name.encode())
+    config.model_config.model = str(folders[0])
+    found, named = [describe(config, caches, {})], {describe(config, caches, {"model": "x"})}
+    for folder in folders:
+        config.speculative_config = SimpleNamespace(draft_model_config=SimpleNamespace(model=str(folder)))
+        found.append(describe(config, caches, {}))
+        named.add(describe(config, caches, {"model": "x"}))
+    assert found[0] == found[1]  # n-grams have no layers, and vLLM names the model itself
+    assert len({*found}) == 3
+    assert len(named) == 1
+
+
 HYBRID = (
     r"kv_transfer_config: got TierConnector for a model with recurrent layers \(Granite.*\), needs .* attention layers "
     r"alone: .* hybrid KV cache manager, .* without --kv-transfer-config"
