@@ -414,7 +414,9 @@ def test_tensors_of_a_cache_that_were_kept_stay_what_they_were(
 BESIDE = [case for case in CASES if not case.name.startswith("qwen")]  # whose own generate fails for such prompts
 
 
-@pytest.mark.parametrize("case", BESIDE, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * (c.name != "gemma3")) for c in BESIDE]
+)
 def test_images_side_by_side(case: VisionCase) -> None:
     model, ask = case.build(), text(9, 1)
     free: dict[str, Any] = {"eos_token_id": None, "max_new_tokens": 3, "suppress_tokens": [IMAGE]}

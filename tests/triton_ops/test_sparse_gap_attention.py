@@ -17,6 +17,7 @@ from pc.triton_ops._attention.constants import prefill_tiles
 from pc.triton_ops._core.runtime import INTERPRET
 
 OP = "sparse_gap_attention"
+QUICK_SEEDS = 4 if INTERPRET else 2
 HEADED = Case(lens=(300, 90), queries=(1, 40), block_size=8, heads=(6, 3), holes=0.5, head_tables=True)
 
 
@@ -25,8 +26,7 @@ def result(batch, **changes):
     return attend(batch, OP, with_lse=False, **changes)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 40))])
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.slow] * (n >= QUICK_SEEDS)) for n in range(40)])
 def test_all_options_together(seed, device):
     """Random options and batches. PyTorch is fast, so that a seed has ten of them."""
     rand = random.Random(seed)
