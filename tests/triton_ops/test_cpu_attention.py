@@ -37,8 +37,13 @@ def sparse_case(seed: int) -> Case:
     return with_random_lengths(dataclasses.replace(random_case(rand), **own), rand, 50_000)
 
 
-# In the first case a part of the queries' own tokens is absent.
-CASES = [Case(lens=(200,), queries=(40,), head_tables=True, holes=0.4), *map(sparse_case, range(50))]
+# In the first case a part of the queries' own tokens is absent; in the next two, whole windows of some queries are.
+CASES = [
+    Case(lens=(200,), queries=(40,), head_tables=True, holes=0.4),
+    Case(lens=(400,), queries=(100,), window=8, holes=0.5),
+    Case(lens=(400,), queries=(100,), window=8, holes=0.5, alibi=True),
+    *map(sparse_case, range(50)),
+]
 BLOCK = 16 * 64 * 4
 # Limits of what is read and computed at once. The first are the library's own; the others cut every case in parts.
 LIMITS = {

@@ -54,7 +54,8 @@ def flash(
 ) -> Result:
     """Attend with queries `[tokens, heads, dim]` over `[keys, kv_heads, dim]`; the lse is `[tokens, heads]`.
 
-    If not causal, `dead` `[tokens, keys]` may say to which keys a query does not attend.
+    If not causal, `dead` `[tokens, keys]` may say to which keys a query does not attend. The results of a query without
+    keys are undefined, and its lse is -inf.
     """
     tokens, heads, dim = query.shape
     kv_heads = keys.shape[1]
@@ -66,8 +67,8 @@ def flash(
         mask = q.new_zeros(dead.shape).masked_fill_(dead, -math.inf).repeat(heads // kv_heads, 1)[None, None]
     out, lse = flash_kernel(q[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None], causal, scale, mask)
     out, lse = out.reshape(heads, tokens, -1).transpose(0, 1), lse.reshape(heads, tokens).transpose(0, 1)
-    if dead is not None and (keyless := dead.all(dim=1)).any():
-        out[keyless], lse[keyless] = 0.0, -math.inf  # the kernel gives an lse of 0
+    if dead is not None:
+        lse[dead.all(dim=1)] = -math.inf  # the kernel gives 0
     return out, lse
 
 
@@ -172,6 +173,6 @@ def _with_modifiers(
     score = torch.matmul(q, keys.float().permute(1, 2, 0)).view(heads, *dead.shape).mul_(args.scale)
     score = args.terms.apply(score, distance, args.alibi_slopes).masked_fill_(dead, -math.inf)
     lse = torch.logsumexp(score, -1)
-    weight = torch.exp_(score.sub_(lse.masked_fill(lse == -math.inf, 0.0)[..., None]))
+    weight = torch.exp_(score.sub_(lse[..., None]))
     out = torch.matmul(weight.view(*q.shape[:2], -1), values.float().transpose(0, 1)).view(heads, len(dead), -1)
     return out.transpose(0, 1).contiguous(), lse.transpose(0, 1)
