@@ -77,7 +77,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
     def _extend(self, name: str, new: torch.Tensor) -> torch.Tensor:
         """Append `new [batch, heads, tokens, width]` to `keys` or `values` and return all tokens.
 
-        A new buffer is made if the old one is full or shared, or if the attribute was replaced.
+        A new buffer is made if the old one is full or shared, or if the attribute was replaced. Tokens of two dtypes
+        are concatenated, which promotes them as in transformers' own layer.
         """
         own = self.__dict__
         there: Any = own.get(name)
@@ -85,6 +86,10 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         batch, heads, tokens, width = new.shape
         length = there.shape[2] if there is not None and there.dim() == 4 else 0
         end = length + tokens
+        if length and there.dtype != new.dtype:  # as after `model.double()` within a call
+            own[name], own[f"_{name}_buffer"] = torch.cat([there, new], 2), None
+            promoted: torch.Tensor = own[name]
+            return promoted
         own_buffer = buffer is not None and there is not None and there.data_ptr() == buffer.data_ptr()
         if own_buffer and length < own.get(f"_{name}_written", 0) and holders_of(buffer) > HOLDERS:
             own_buffer = False  # tokens were cropped, and another holder may still read them

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from generate_cases import BY_NAME, left_padded, plain, prompt
+from generate_cases import BY_NAME, enabled, left_padded, plain, prompt
 
 from pc.integrations.huggingface import enable_continuous_batching, enable_prefix_caching
 
@@ -69,3 +69,27 @@ def test_batching_reads_no_keys_and_values_of_another_precision(set_precision: C
             model.generate_batch([prompt(40)[0].tolist()], max_new_tokens=2, progress_bar=False)
             found.append(handle.stats().hit_tokens)
     assert found == [0, 0, 32]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["default", "deterministic"])
+def test_a_model_whose_dtype_changes_within_a_call(name: str, options: dict[str, Any]) -> None:
+    """transformers' layers concatenate, which promotes the keys and values from before the change."""
+    model = BY_NAME[name].build()
+
+    def generate(function: Callable[..., Any], dtype: torch.dtype, **call: Any) -> Any:
+        model.float()
+
+        def convert(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            model.to(dtype if ids.shape[1] > 42 else torch.float32)
+            return scores
+
+        return function(input_ids=prompt(40), max_new_tokens=8, logits_processor=[convert], **call)
+
+    asked: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
+    with enabled(model, **options):
+        for _ in range(2):
+            want = _logits(generate(lambda **call: plain(model, **call), torch.float64, **asked))
+            torch.testing.assert_close(_logits(generate(model.generate, torch.float64, **asked)), want)
+            with pytest.raises(RuntimeError, match="to have the same dtype"):  # as plain generate raises
+                generate(model.generate, torch.bfloat16, num_beams=2)
