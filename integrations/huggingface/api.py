@@ -428,10 +428,10 @@ def global_hooks() -> tuple[Any, Any]:
 def intercepts_operations() -> bool:
     """Return whether a mode of torch intercepts operations of this thread. A context that only sets a device does not.
 
-    Such modes are a `TorchFunctionMode` and a `TorchDispatchMode`.
+    Such modes are a `TorchFunctionMode`, a `TorchDispatchMode` and `torch.jit.trace`.
     """
     others = [mode for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
-    return bool(others or _get_current_dispatch_mode_stack())
+    return bool(others or _get_current_dispatch_mode_stack() or torch._C._get_tracing_state())
 
 
 # Attention

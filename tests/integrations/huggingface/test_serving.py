@@ -548,6 +548,22 @@ def test_a_mode_that_changes_operations_goes_to_the_model(model: Any, handle: Pr
     assert handle.last_requests[0].cached_tokens == 39
 
 
+@pytest.mark.filterwarnings("ignore")  # `torch.jit.trace` is deprecated, and warns of each value that it reads
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_trace_of_generate_fails_as_without_the_cache(model: Any, handle: PrefixCaching, cached: bool) -> None:
+    """The whole process crashed when the trace recorded this library's operations."""
+    generate = model.generate if cached else functools.partial(plain, model)
+
+    def call(ids: torch.Tensor) -> torch.Tensor:
+        tokens: torch.Tensor = generate(input_ids=ids, max_new_tokens=2)
+        return tokens
+
+    with pytest.raises(RuntimeError, match="Cannot insert a Tensor that requires grad"):
+        torch.jit.trace(call, (prompt(40),), check_trace=False)
+    reason = "a mode of torch intercepts operations and may change them"
+    assert handle.stats().calls_handed_back == ({reason: 1} if cached else {})
+
+
 def test_disable_restores_the_model(model: Any) -> None:
     before, config = dict(vars(model)), copy.deepcopy(model.config.to_dict())
     implementation = model.config._attn_implementation
