@@ -13,10 +13,14 @@ STATE = "__getstate__"
 
 
 class ReplacedMethod:
-    """A replacement for one method of one model. It holds no strong reference to the model."""
+    """A replacement for one method of one model. It holds no strong reference to the model.
+
+    Other attributes, such as `__func__` and `__closure__`, are those of the method that it replaces. As a bound method
+    does, it pickles and copies as the method of the pickled or copied model.
+    """
 
     def __init__(self, model: Any, name: str, serve: Callable[..., Any]) -> None:
-        self._model = weakref.ref(model)
+        self._model, self._name = weakref.ref(model), name
         self._serve = serve
         original = getattr(type(model), name)
         functools.update_wrapper(self, original, updated=())
@@ -25,6 +29,13 @@ class ReplacedMethod:
     @property
     def __self__(self) -> Any:
         return self._model()
+
+    def __getattr__(self, name: str) -> Any:
+        model = self.__dict__["_model"]()
+        return getattr(getattr(type(model), self._name).__get__(model), name)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._model(), self._name)
 
     @property
     def handle(self) -> Any:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import inspect
 import pickle
+import types
 import weakref
 from typing import Any
 
@@ -72,6 +74,19 @@ def test_copies_can_be_enabled(model: Any, handle: PrefixCaching) -> None:
     assert shallow.generate(prompt(40)).shape == (1, 43)
     assert "max_new_tokens" not in inspect.signature(model.generate).parameters
     assert "inputs" in inspect.signature(model.generate).parameters
+
+
+def test_the_replaced_generate_is_copied_and_looked_into_as_a_bound_method(model: Any, handle: PrefixCaching) -> None:
+    bound, want = type(model).generate.__get__(model), plain(model, input_ids=prompt(40))
+    copied = copy.deepcopy({"model": model, "generate": model.generate})
+    assert copied["generate"].__self__ is copied["model"]
+    pickled = pickle.loads(pickle.dumps(functools.partial(model.generate, max_new_tokens=NEW_TOKENS)))
+    for generate in (copied["generate"], pickled, types.MethodType(model.generate.__func__, model)):
+        assert torch.equal(generate(prompt(40), max_new_tokens=NEW_TOKENS), want)
+    # Users find the function without `torch.no_grad` in the closure.
+    assert model.generate.__closure__ is bound.__closure__
+    assert model.generate.__code__ is bound.__code__
+    assert handle.stats().total_requests == 0
 
 
 def test_compiled_model(model: Any) -> None:
