@@ -194,6 +194,13 @@ def check_mode(model: Any, arguments: dict[str, Any]) -> None:
         refuse_if(is_of_hub(mode), f"generation mode {mode.value}")
 
 
+def changed_by_torch(model: Any) -> str:
+    """Return why torch may compute other keys and values on this thread than the model alone; "" if it does not."""
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast is on, which changes keys and values"
+    return "a mode of torch intercepts operations and may change them" if intercepts_operations() else ""
+
+
 def check_loop(loop: Loop) -> None:
     """Raise UnsupportedError for a call whose tokens could differ from those of the model's own generate."""
     model, kwargs, config = loop.model, loop.model_kwargs, loop.generation_config
@@ -203,9 +210,8 @@ def check_loop(loop: Loop) -> None:
         raise UnsupportedError("prepare_inputs_for_generation is overridden")
     refuse_if(model.training, "the model is in training mode; call model.eval()")
     refuse_if(model.device.type == "meta", "some of its weights are on the meta device")
-    if torch.is_autocast_enabled(model.device.type):
-        raise UnsupportedError("autocast is on, which changes keys and values")
-    refuse_if(intercepts_operations(), "a mode of torch intercepts operations and may change them")
+    reason = changed_by_torch(model)
+    refuse_if(reason, reason)
     refuse_if(not kwargs.get("use_cache", True), "use_cache=False asks for no cache")
     if config.cache_implementation is not None:
         raise UnsupportedError(ANOTHER_CACHE, config.cache_implementation)

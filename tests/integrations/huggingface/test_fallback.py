@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -37,6 +37,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pc.integrations.huggingface import (
     UnsupportedError,
@@ -526,20 +527,46 @@ def test_a_hook_on_all_modules(model: Any, case: str) -> None:
             assert cached(model, handle, ids) == hit
 
 
-def test_a_hook_on_all_modules_that_comes_during_a_call(model: Any) -> None:
+class _Silent(TorchDispatchMode):
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = operator(*args, **(kwargs or {}))
+        return found * 2 if operator is torch.ops.aten.silu.default else found
+
+
+@contextlib.contextmanager
+def _in_bfloat16() -> Iterator[None]:
+    places: list[Any] = [torch.backends.mkldnn.matmul, torch.backends.cuda.matmul]
+    if not all(hasattr(place, "fp32_precision") for place in places):
+        pytest.skip("this torch names no precision for single backends")
+    before = [place.fp32_precision for place in places]
+    torch.set_float32_matmul_precision("medium")
+    yield
+    for place, precision in zip(places, before, strict=True):
+        place.fp32_precision = precision
+
+
+DURING_A_CALL: dict[str, Callable[[], Any]] = {
+    "hook on all modules": lambda: register_module_forward_hook(_double),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "mode": _Silent,
+    "precision": _in_bfloat16,
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", DURING_A_CALL)
+def test_what_changes_values_from_the_middle_of_a_call_on(model: Any, case: str) -> None:
     """What is computed from then on is not cached."""
-    hooks: list[Any] = []
+    with enable_prefix_caching(model, num_blocks=64) as handle, contextlib.ExitStack() as entered:
 
-    def register(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not hooks:
-            hooks.append(register_module_forward_hook(_double))
-        return scores
+        def enter(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if ids.shape[1] == 41:
+                entered.enter_context(DURING_A_CALL[case]())
+            return scores
 
-    with enable_prefix_caching(model, num_blocks=64) as handle:
-        model.generate(prompt(40), max_new_tokens=40, logits_processor=[register], eos_token_id=None)
-        hooks[0].remove()
-        ids = plain(model, input_ids=prompt(40), max_new_tokens=40, eos_token_id=None)
-        assert cached(model, handle, ids) <= 32
+        got = model.generate(prompt(40), max_new_tokens=40, logits_processor=[enter], eos_token_id=None)
+        entered.close()
+        assert cached(model, handle, got) == 32
 
 
 def test_a_hook_on_all_modules_that_only_looks(model: Any) -> None:
