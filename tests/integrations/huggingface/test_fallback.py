@@ -527,7 +527,7 @@ def test_a_hook_on_all_modules(model: Any, case: str) -> None:
             assert cached(model, handle, ids) == hit
 
 
-class _Silent(TorchDispatchMode):
+class _DoublesSilu(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = operator(*args, **(kwargs or {}))
         return found * 2 if operator is torch.ops.aten.silu.default else found
@@ -540,15 +540,17 @@ def _in_bfloat16() -> Iterator[None]:
         pytest.skip("this torch names no precision for single backends")
     before = [place.fp32_precision for place in places]
     torch.set_float32_matmul_precision("medium")
-    yield
-    for place, precision in zip(places, before, strict=True):
-        place.fp32_precision = precision
+    try:
+        yield
+    finally:
+        for place, precision in zip(places, before, strict=True):
+            place.fp32_precision = precision
 
 
 DURING_A_CALL: dict[str, Callable[[], Any]] = {
     "hook on all modules": lambda: register_module_forward_hook(_double),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "mode": _Silent,
+    "mode": _DoublesSilu,
     "precision": _in_bfloat16,
 }
 
