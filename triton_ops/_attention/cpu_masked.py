@@ -146,6 +146,8 @@ def _live_part(
     if not some.all():
         index = torch.from_numpy(np.flatnonzero(some))
         t, keys, values, live = t[some], keys[index], values[index], live[:, some]
+    if not args.terms.PLAIN:
+        keys, values = keys.float(), values.float()
     parts, step = [], max(1, MAX_SCORES // max(1, len(t) * query.shape[1]))
     for begin in range(0, len(query), step):
         rows = slice(begin, begin + step)
@@ -166,13 +168,16 @@ def _with_modifiers(
     dead: torch.Tensor,
     args: AttentionArgs,
 ) -> Result:
-    """Attend like `flash`, with score modifiers. `distance` and `dead` are `[queries, keys]`."""
+    """Attend like `flash` over float32 keys and values, with score modifiers.
+
+    `distance` and `dead` are `[queries, keys]`.
+    """
     heads, kv_heads = query.shape[1], keys.shape[1]
     # [KV heads, (heads of a group, queries), features]
     q = query.float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-    score = torch.matmul(q, keys.float().permute(1, 2, 0)).view(heads, *dead.shape).mul_(args.scale)
+    score = torch.matmul(q, keys.permute(1, 2, 0)).view(heads, *dead.shape).mul_(args.scale)
     score = args.terms.apply(score, distance, args.alibi_slopes).masked_fill_(dead, -math.inf)
     lse = torch.logsumexp(score, -1)
     weight = torch.exp_(score.sub_(lse[..., None]))
-    out = torch.matmul(weight.view(*q.shape[:2], -1), values.float().transpose(0, 1)).view(heads, len(dead), -1)
+    out = torch.matmul(weight.view(*q.shape[:2], -1), values.transpose(0, 1)).view(heads, len(dead), -1)
     return out.transpose(0, 1).contiguous(), lse.transpose(0, 1)
