@@ -47,6 +47,8 @@ They are not compared, because `adapter_keys` adds them to the keys of blocks.
 _INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"}
 """Attributes of every torch module. Of these, an `Identity` compares parameters, buffers, submodules and `_HOOKS`."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_OF_ACCELERATE = "_hf_hook"
+"""The attribute in which accelerate keeps the hook that it runs in a module's forward pass."""
 _BY_LENGTH = ("inv_freq", "max_seq_len_cached")
 """Ends of the names of attributes that a rotary embedding may change with the input length."""
 _AT_SWITCH = "long_inv_freq"
@@ -395,9 +397,12 @@ def restored_holders(model: Any) -> Iterator[Functions]:
 
 
 def _acting(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the hooks of a module that may compute something, by name."""
+    """Return the hooks of a module that may compute something, also those of accelerate, by name."""
     hooks = {name: [h for h in vars(module)[name].values() if not is_harmless(h)] for name in _HOOKS}
-    return {f"{name}.{n}, {_name_of(hook)}": hook for name in _HOOKS for n, hook in enumerate(hooks[name])}
+    if _OF_ACCELERATE in vars(module):
+        hook = vars(module)[_OF_ACCELERATE]
+        hooks[_OF_ACCELERATE] = list(getattr(hook, "hooks", [hook]))  # a SequentialHook has several
+    return {f"{name}.{n}, {_name_of(hook)}": hook for name, own in hooks.items() for n, hook in enumerate(own)}
 
 
 def _hooks_of(model: Any) -> dict[str, Any]:

@@ -95,6 +95,29 @@ class Weak(Steering):
 OWNER = Steering(1.5)
 
 
+class OfAccelerate(Steering):
+    """A hook as accelerate runs it, in a forward that it gives the module."""
+
+    no_grad = False
+
+    def init_hook(self, module: Any) -> Any:
+        return module
+
+    def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    def post_forward(self, module: Any, output: Any) -> Any:
+        return self(module, (), output)
+
+    def detach_hook(self, module: Any) -> Any:
+        return module
+
+
+class Third(OfAccelerate):
+    def factor(self) -> Any:
+        return 9 if self.count == 3 else 1
+
+
 class InArray(Steering):
     def factor(self) -> Any:
         return float(self.value[0])
@@ -217,6 +240,24 @@ def _module(kind: type[Scaled], change: Callable[[Any], Any]) -> Callable[[Any],
     return put
 
 
+def _hook_with_accelerate(module: Any, *hooks: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    for hook in hooks:
+        accelerate.hooks.add_hook_to_module(module, hook, append=True)
+
+
+def _accelerate(model: Any) -> Callable[[], Any]:
+    hook = OfAccelerate(1.5)
+    _hook_with_accelerate(_mlp(model), hook)
+    return lambda: setattr(hook, "value", 3.0)
+
+
+def _several_of_accelerate(model: Any) -> Callable[[], Any]:
+    change = _accelerate(model)
+    _hook_with_accelerate(_mlp(model), OfAccelerate(1.0))
+    return change
+
+
 def _of_class(model: Any) -> Callable[[], Any]:
     kind, values = type(model.model.norm), [1.5]
     own = kind.forward
@@ -276,6 +317,8 @@ CHANGES: dict[str, Callable[[Any], Callable[[], Any]]] = {
     "global object of a hook": _hooked(lambda: _by_function, lambda hook: _set(3.0)(FACTOR)),
     "list in a global dict": _hooked(lambda: _by_global, lambda hook: VALUES["of"].__setitem__(0, 3.0)),
     "closure of a class's function": _of_class,
+    "hook of accelerate": _accelerate,
+    "several hooks of accelerate": _several_of_accelerate,
 }
 
 
@@ -456,6 +499,19 @@ def test_hooks_that_count_see_the_passes_of_calls_alone(model: Any, name: str, i
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("hooks", [1, 2])
+def test_a_hook_of_accelerate_sees_the_passes_of_calls_alone(model: Any, hooks: int) -> None:
+    ids, options = prompt(40), {"max_new_tokens": 6, "return_dict_in_generate": True, "output_logits": True}
+    usual = model.generate(ids, **options).logits
+    with warnings.catch_warnings(record=True), enable_prefix_caching(model, num_blocks=64):
+        third = Third(0)
+        _hook_with_accelerate(_mlp(model), *[third, OfAccelerate(1.0)][:hooks])
+        got = model.generate(ids, **options).logits
+    assert third.count == 6
+    torch.testing.assert_close(got[:2], usual[:2])
+    assert not torch.allclose(got[2], usual[2])
+
+
 class Prepared(torch.nn.Module):
     """A module that prepares itself in its first pass, as some quantized layers do."""
 
@@ -558,10 +614,17 @@ def _as_class(module: Any, add: Any) -> None:
     module.__class__ = type("Own", (kind,), {"forward": forward})
 
 
+def _by_accelerate(module: Any, add: Any) -> None:
+    """Give a module a hook through accelerate, in place of one of torch."""
+    hook = OfAccelerate(1.0)
+    hook.pre_forward = lambda module, *args, **kwargs: add(module, args, kwargs)  # type: ignore[method-assign]
+    _hook_with_accelerate(module, hook)
+
+
 @pytest.mark.parametrize(
     "put",
-    [lambda module, add: module.register_forward_pre_hook(add, with_kwargs=True), _wrapped, _as_class],
-    ids=["hook", "forward", "class"],
+    [lambda module, add: module.register_forward_pre_hook(add, with_kwargs=True), _wrapped, _as_class, _by_accelerate],
+    ids=["hook", "forward", "class", "accelerate"],
 )
 @pytest.mark.parametrize("acts", STEPS.values(), ids=STEPS.keys())
 def test_a_hook_that_looks_at_the_size_or_place_of_a_pass_is_not_served(
