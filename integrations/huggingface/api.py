@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -432,6 +433,11 @@ def intercepts_operations() -> bool:
     """
     others = [mode for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
     return bool(others or _get_current_dispatch_mode_stack() or torch._C._get_tracing_state())
+
+
+def keeps_parametrized(model: Any) -> bool:
+    """Return whether `torch.nn.utils.parametrize.cached()` may keep weights of a model, in any thread."""
+    return bool(parametrize._cache_enabled) and any(map(parametrize.is_parametrized, model.modules()))
 
 
 # Attention

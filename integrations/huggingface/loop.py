@@ -18,6 +18,7 @@ from .api import (
     StopStringCriteria,
     intercepts_operations,
     is_of_hub,
+    keeps_parametrized,
     need,
     prepared_config,
 )
@@ -198,6 +199,8 @@ def changed_by_torch(model: Any) -> str:
     """Return why torch may compute other keys and values on this thread than the model alone; "" if it does not."""
     if torch.is_autocast_enabled(model.device.type):
         return "autocast is on, which changes keys and values"
+    if keeps_parametrized(model):
+        return "torch.nn.utils.parametrize.cached() keeps weights as they were"
     return "a mode of torch intercepts operations and may change them" if intercepts_operations() else ""
 
 

@@ -521,6 +521,23 @@ def test_autocast_goes_to_the_model(model: Any, handle: PrefixCaching) -> None:
     assert handle.last_requests[0].cached_tokens == 0
 
 
+def test_weights_that_parametrize_keeps_are_not_cached(model: Any, handle: PrefixCaching) -> None:
+    """Within `parametrize.cached()` a weight does not follow a change of the tensors that it is computed from."""
+    projection = torch.nn.utils.parametrizations.weight_norm(model.model.layers[0].self_attn.k_proj)
+    scores = {"input_ids": prompt(40), "return_dict_in_generate": True, "output_logits": True}
+
+    def compare() -> None:
+        want, got = both(model, **scores)
+        torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-5)
+
+    with torch.nn.utils.parametrize.cached(), pytest.warns(UserWarning, match="keeps weights as they were"):
+        compare()
+        projection.parametrizations.weight.original0.data.mul_(9)
+        compare()
+    compare()
+    assert handle.last_requests[0].cached_tokens == 0
+
+
 class Louder(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
