@@ -158,6 +158,13 @@ def _attributes_used(
     return named, texts.union(*(_stored(code, "STORE_ATTR") for code in codes))
 
 
+def names_used(values: Mapping[str, Any]) -> set[str]:
+    """Return the names in the code of some functions and objects, and of all that they hold."""
+    reached: dict[int, Any] = {}
+    deque(described(values.items(), (), light=True, seen=reached), maxlen=0)
+    return {name for code in _codes_in(reached) for name in code.co_names}
+
+
 def _codes_in(objects: Mapping[int, Any]) -> list[CodeType]:
     """Return the code of the functions among some objects, except `__init__` and functions of known packages."""
     functions = [f for f in objects.values() if isinstance(f, FunctionType) and f.__name__ != "__init__"]

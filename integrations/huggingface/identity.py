@@ -25,7 +25,18 @@ import torch
 
 from .api import COMPILED, KEPT_MANAGER, RECORDING, SILENT_ENTRIES, is_own_hook
 from .calls import refuse_if, refusing
-from .functions import PLAIN, Functions, Held, content_digest, differing, functions_of, is_known, reader_of, restored
+from .functions import (
+    PLAIN,
+    Functions,
+    Held,
+    content_digest,
+    differing,
+    functions_of,
+    is_known,
+    names_used,
+    reader_of,
+    restored,
+)
 from .support import (
     CHANGING_ROPE,
     PLAIN_TENSORS,
@@ -47,6 +58,12 @@ They are not compared, because `adapter_keys` adds them to the keys of blocks.
 _INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"}
 """Attributes of every torch module. Of these, an `Identity` compares parameters, buffers, submodules and `_HOOKS`."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_OF_ACCELERATE = "_hf_hook"
+"""The attribute in which accelerate keeps the hook that it runs in a module's forward pass."""
+_OF_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+"""Attributes in which torch notes how it calls some hooks."""
+_CHANGE_HOOKS = frozenset({"remove", "register_forward_hook", "register_forward_pre_hook"})
+"""Methods with which code changes hooks."""
 _OF_ACCELERATE = "_hf_hook"
 """The attribute in which accelerate keeps the hook that it runs in a module's forward pass."""
 _BY_LENGTH = ("inv_freq", "max_seq_len_cached")
@@ -317,19 +334,33 @@ def _is_adapter(module: torch.nn.Module) -> bool:
 
 
 @contextmanager
-def without_row_settings(model: Any) -> Iterator[None]:
-    """Remove, within a `with` block, the hooks through which PEFT gives its layers settings for each row."""
-    tables = [m._forward_pre_hooks for m in model.modules() if any(map(_row_settings, m._forward_pre_hooks.values()))]
-    kept = [dict(table) for table in tables]
+def restored_hooks(model: Any) -> Iterator[None]:
+    """Put back, after a `with` block, the hooks that hooks of a user have removed, and remove those that they added.
+
+    Within the block, the hooks through which PEFT gives its layers settings for each row are removed. Hooks of
+    libraries stay as the block leaves them: a lazy module of torch removes its own once it is initialized.
+    """
+    # Without such code the tables stay as they are, because another thread may register or remove hooks meanwhile.
+    changing = not _CHANGE_HOOKS.isdisjoint(names_used(_hooks_of(model)))
+    tables = [vars(m)[name] for m in model.modules() for name in (*_HOOKS, *_OF_HOOKS)]
+    kept = [table.copy() for table in tables]
+    for table in tables:
+        for number in [number for number, hook in table.items() if _row_settings(hook)]:
+            del table[number]
     try:
-        for table in tables:
-            for number in [number for number, hook in table.items() if _row_settings(hook)]:
-                del table[number]
         yield
     finally:
-        for table, hooks in zip(tables, kept, strict=True):
-            table.clear()
-            table.update(hooks)
+        for table, before in zip(tables, kept, strict=True):
+            every = {**before, **table}
+            hooks = {n: hook for n, hook in every.items() if n in (before if _is_restored(hook, changing) else table)}
+            if list(hooks.items()) != list(table.items()):
+                table.clear()
+                table.update(hooks)
+
+
+def _is_restored(hook: Any, changing: bool) -> bool:
+    own = isinstance(hook, bool) or not all(map(is_known, _files_of(hook)))
+    return bool(_row_settings(hook)) or (own and changing)
 
 
 def _values_of(module: torch.nn.Module) -> Held:

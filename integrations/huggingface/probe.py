@@ -13,7 +13,7 @@ import torch
 from .api import DynamicCache, cache_argument, positions, takes
 from .calls import UnsupportedError, refuse_if, refusing
 from .functions import Functions
-from .identity import has_own_code, restored_holders, without_row_settings
+from .identity import has_own_code, restored_holders, restored_hooks
 from .images import ImageSplit, alike
 from .layers import (
     GrowingWindowLayer,
@@ -64,13 +64,14 @@ class Probed:
 def own_passes(model: Any) -> Iterator[Functions]:
     """Let this thread run forward passes of its own within a block: without gradients, documents and rows' settings.
 
-    Hooks that count or record passes hold afterwards what they held before, so a call finds them as the user left them.
+    Hooks that count or record passes hold afterwards what they held before, and hooks that remove themselves are there
+    again, so a call finds them as the user left them.
     The block gets the functions of the model's forward pass.
     The model is in eval mode within the block. If it is already, submodules in training mode are left as they are:
     calls are served with them, so they must pass the probe.
     """
     training = [m for m in model.modules() if m.training] if model.training else []
-    with torch.no_grad(), kept_deltas(model), apart(), without_row_settings(model), restored_holders(model) as found:
+    with torch.no_grad(), kept_deltas(model), apart(), restored_hooks(model), restored_holders(model) as found:
         try:
             if training:
                 model.eval()

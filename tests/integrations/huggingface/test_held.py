@@ -512,6 +512,48 @@ def test_a_hook_of_accelerate_sees_the_passes_of_calls_alone(model: Any, hooks: 
     assert not torch.allclose(got[2], usual[2])
 
 
+def _once(model: Any, factor: float | None) -> Any:
+    """Register a hook that removes itself in its first pass. With a factor it also changes the output."""
+
+    def hook(module: Any, inputs: Any, output: Any, **_: Any) -> Any:
+        handle.remove()
+        shapes.append(tuple(output.shape))
+        return None if factor is None else output * factor
+
+    shapes: list[Any] = []
+    handle = _mlp(model).register_forward_hook(hook)
+    return shapes
+
+
+def _adding(model: Any, _: Any) -> Any:
+    """Register a hook that registers another one in its first pass."""
+    handles: list[Any] = []
+
+    def hook(module: Any, inputs: Any, output: Any) -> None:
+        if not handles:
+            handles.append(model.model.layers[1].mlp.register_forward_hook(lambda *given: given[2] * 3))
+
+    return _mlp(model).register_forward_hook(hook)
+
+
+@pytest.mark.parametrize(
+    ("put", "value"), [(_once, None), (_once, 3.0), (_adding, None)], ids=["looks once", "acts once", "adds another"]
+)
+def test_hooks_that_change_hooks_act_in_calls_alone(model: Any, put: Callable[[Any, Any], Any], value: Any) -> None:
+    """The test of a model used up a hook that removes itself, and left the hooks there that hooks add."""
+    ids, options = prompt(40), {"max_new_tokens": 4, "return_dict_in_generate": True, "output_logits": True}
+    other = copy.deepcopy(model)
+    want_seen, want = put(other, value), [other.generate(ids, **options).logits for _ in range(2)]
+    seen = put(model, value)
+    tables = [list(m._forward_hooks) for m in model.modules()]
+    with warnings.catch_warnings(record=True), enable_prefix_caching(model, num_blocks=64):
+        assert [list(m._forward_hooks) for m in model.modules()] == tables
+        got = [model.generate(ids, **options).logits for _ in range(2)]
+    torch.testing.assert_close(got, want)
+    if put is _once:
+        assert seen == want_seen == [(1, 40, 64)]
+
+
 class Prepared(torch.nn.Module):
     """A module that prepares itself in its first pass, as some quantized layers do."""
 
