@@ -492,8 +492,8 @@ def check_batching(cache: type) -> None:
         cache: The class that replaces transformers' `PagedAttentionCache`. It must have every method of that class.
     """
     supported = TESTED["transformers"]._replace(oldest=OLDEST_BATCHING)
-    reason = seam.why_not(BATCHING, "transformers", supported, [BATCHING_NAMES], {}, {}, {})
-    refuse_if(reason, reason)
+    if reason := seam.why_not(BATCHING, "transformers", supported, [BATCHING_NAMES], {}, {}, {}):
+        raise UnsupportedError(reason)
     for path, listed, _ in seam.names(BATCHING_NAMES):
         if path.rpartition(".")[2] in REPLACED:
             takes = [each for each in inspect.signature(seam.find(path)).parameters if each != "self"]

@@ -24,7 +24,7 @@ from .api import (
 )
 from .calls import UnsupportedError, refuse_if
 from .images import Images
-from .support import check_processes
+from .support import check_processes, precision_keys
 
 BY_TOKEN = ("greedy_search", "sample")
 BY_TOKEN_OUTPUTS = ("output_attentions", "output_hidden_states")
@@ -204,6 +204,12 @@ def changed_by_torch(model: Any) -> str:
     return "a mode of torch intercepts operations and may change them" if intercepts_operations() else ""
 
 
+def watch_torch(model: Any) -> Callable[[], bool]:
+    """Return a function that returns whether torch computes a model's keys and values on this thread as it does now."""
+    precision = precision_keys(model)
+    return lambda: not changed_by_torch(model) and precision_keys(model) == precision
+
+
 def check_loop(loop: Loop) -> None:
     """Raise UnsupportedError for a call whose tokens could differ from those of the model's own generate."""
     model, kwargs, config = loop.model, loop.model_kwargs, loop.generation_config
@@ -213,8 +219,8 @@ def check_loop(loop: Loop) -> None:
         raise UnsupportedError("prepare_inputs_for_generation is overridden")
     refuse_if(model.training, "the model is in training mode; call model.eval()")
     refuse_if(model.device.type == "meta", "some of its weights are on the meta device")
-    reason = changed_by_torch(model)
-    refuse_if(reason, reason)
+    if reason := changed_by_torch(model):
+        raise UnsupportedError(reason)
     refuse_if(not kwargs.get("use_cache", True), "use_cache=False asks for no cache")
     if config.cache_implementation is not None:
         raise UnsupportedError(ANOTHER_CACHE, config.cache_implementation)

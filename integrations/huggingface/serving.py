@@ -27,7 +27,7 @@ from .hooks import REASON, watched_hooks
 from .identity import Identity, set_by_forward
 from .images import encoded_by_model, take_images
 from .kernels import wrong_kernel
-from .loop import Loop, ask_for_cache, changed_by_torch, check_arguments, check_loop, check_mode, take_stop_strings
+from .loop import Loop, ask_for_cache, check_arguments, check_loop, check_mode, take_stop_strings, watch_torch
 from .probe import own_passes
 from .replaced import restore_method
 from .runners.document import check_arguments_over_document
@@ -417,7 +417,8 @@ class PrefixCaching:
             prepared = self._prepared(model, _arguments(original, model, args, kwargs), run)
             if prepared is not None:
                 return original(model, **prepared)
-            refuse_if(self.unsupported, str(self.unsupported))
+            if self.unsupported is not None:
+                raise UnsupportedError(self.unsupported)
             failure = None
         except Exception as error:
             if begun:
@@ -595,13 +596,8 @@ class PrefixCaching:
             # In this order, since another thread may switch adapters between the two lines.
             unchanged = self._identity.watch(loop.model)
             adapters = self._identity.adapter_keys()
-        model, precision = loop.model, precision_keys(loop.model)
-
-        def still_unchanged() -> bool:
-            as_before = not changed_by_torch(model) and precision_keys(model) == precision
-            return as_before and loop.hooks_unchanged() and unchanged()
-
-        loop.unchanged = still_unchanged
+        as_before = watch_torch(loop.model)
+        loop.unchanged = lambda: as_before() and loop.hooks_unchanged() and unchanged()
         loop.adapters = self._row_adapters(loop)
         if loop.images is not None:
             refuse_if(loop.adapters, "images with adapter_names")
@@ -611,7 +607,7 @@ class PrefixCaching:
         keys = rope_keys(loop.model.config, lengths, loop.generation_config.max_length, engine.in_pieces(loop))
         if loop.model_kwargs.get("token_type_ids") is not None:  # equal tokens may have other KV
             keys = (*keys, "token_type_ids")
-        loop.extra_keys = (*keys, *precision, *adapters)
+        loop.extra_keys = (*keys, *precision_keys(loop.model), *adapters)
         return engine
 
     @contextmanager

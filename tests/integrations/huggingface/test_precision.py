@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -69,6 +70,25 @@ def test_batching_reads_no_keys_and_values_of_another_precision(set_precision: C
             model.generate_batch([prompt(40)[0].tolist()], max_new_tokens=2, progress_bar=False)
             found.append(handle.stats().hit_tokens)
     assert found == [0, 0, 32]
+
+
+def test_batching_caches_nothing_after_another_precision_begins(set_precision: Callable[[str], None]) -> None:
+    model, thread, passes = BY_NAME["llama"].build(), threading.get_ident(), list[int]()
+
+    def begin(*_: Any) -> None:
+        passes.append(0)
+        if len(passes) == 8 and threading.get_ident() != thread:
+            set_precision("medium")
+
+    model.lm_head.register_forward_hook(begin)
+    options: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None, "progress_bar": False}
+    with enable_continuous_batching(model, num_blocks=64) as handle:
+        passes.clear()
+        ids = prompt(40)[0].tolist()
+        (first,) = model.generate_batch([ids], **options).values()
+        set_precision("highest")
+        model.generate_batch([[*ids, *first.generated_tokens]], **options)
+        assert handle.stats().hit_tokens == 32  # without a block of tokens after the eighth pass
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])

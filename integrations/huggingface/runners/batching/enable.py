@@ -15,6 +15,7 @@ from ...api import ContinuousBatchingConfig, check_batching, check_layers, kept_
 from ...calls import Calls, ServedStats, UnsupportedError, refuse_if, unsupported_by
 from ...enable import generating_model
 from ...identity import Identity, set_by_forward
+from ...loop import watch_torch
 from ...probe import own_passes, probe
 from ...replaced import check_not_replaced, replace_method, restore_method
 from ...settings import CacheOptions, check_number, check_salt, within
@@ -270,9 +271,12 @@ class ContinuousBatching:
         return ScheduledBlocks(self.shared(model), self._keys, self._watch, sharing, max_batch_tokens)
 
     def _watch(self) -> Callable[[], bool]:
-        """Return a function that returns whether the model is unchanged since this call."""
-        model, epoch, unchanged = self._model(), self._epoch, self._identity.watch(self._model())
-        return lambda: model is not None and self._epoch == epoch and unchanged()
+        """Return a function that returns whether the model, and what torch computes, are unchanged since this call."""
+        model = self._model()
+        if model is None:
+            return lambda: False
+        epoch, as_before, unchanged = self._epoch, watch_torch(model), self._identity.watch(model)
+        return lambda: self._epoch == epoch and as_before() and unchanged()
 
     def _keys(self, shared: PromptStore) -> tuple[str, ...]:
         """Return the extra keys of a request that starts now: everything that its KV depends on besides its tokens.
