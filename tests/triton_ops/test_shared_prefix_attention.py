@@ -47,6 +47,24 @@ def test_what_layers_share_is_made_once_a_step(device, monkeypatch):
     assert len(made) == 4, "without a plan, in every layer"
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(lens=(640, 700, 513), queries=(1, 4, 1), sinks=True, padding=2, shared=32),
+        Case(lens=(600, 512, 530), queries=(1, 0, 8), dtype=torch.bfloat16, shared=32),
+        Case(lens=(513, 512, 512), queries=(1, 1, 1), shared=32),
+        Case(lens=(530, 520, 600), queries=(3, 0, 8), causal=False, cache_dtype=torch.int8, shared=32),
+        Case(lens=(530, 520, 600), queries=(0, 0, 0), shared=32),
+        Case(lens=(600, 512, 530), queries=(1, 12, 8), shared=32),
+    ],
+    ids=str,
+)
+def test_queries_of_all_sequences_attend_to_the_prefix_together(case: Case) -> None:
+    """On a CPU too, if that spares the other sequences at least 1,024 tokens of keys."""
+    batch = build(case)
+    check(batch, *attend(batch, OP))
+
+
 @counts_work
 def test_prefix_is_read_once():
     batch = build(Case(lens=(640, 650, 660, 670), queries=(1, 1, 1, 1), heads=(1, 1), block_size=64, shared=10))

@@ -16,7 +16,7 @@ import math
 import numpy as np
 import torch
 
-from .arguments import AttentionArgs, Result
+from .arguments import AttentionArgs, Result, key_begin_of
 from .checks import tree_bits
 from .cpu_cache import Cache
 from .cpu_masked import attend_masked, concatenated, flash, full_parts, merge_parts
@@ -25,6 +25,8 @@ from .cpu_sparse import FEW_QUERIES, Ranges, Run, attend_decodes
 # A chunk has consecutive positions. If chunks have fewer queries than this on average, they share one pass over the
 # keys, because otherwise each would gather the keys again.
 _LONG_CHUNK = 64
+# One pass over a shared prefix must spare the other sequences this many tokens together. A shorter one costs more.
+_SPARED = 1024
 
 
 def attend(args: AttentionArgs) -> Result:
@@ -32,6 +34,34 @@ def attend(args: AttentionArgs) -> Result:
 
     The log-sum-exp (lse) is `[num_tokens, num_heads]` float32. Rows without keys get 0, and -inf as lse.
     """
+    out, lse = _behind_prefix(args) if _shares_prefix(args) else _each_alone(args)
+    if args.sinks is not None:
+        _add_sinks(out, lse, args.sinks, int(args.query_start_loc[-1]))
+    return out, lse
+
+
+def _shares_prefix(args: AttentionArgs) -> bool:
+    """Return whether all queries come after the shared blocks, and one pass over these is worth a merge."""
+    prefix, before = key_begin_of(args), args.seq_lens - args.query_start_loc.diff()
+    if prefix * (len(before) - 1) < _SPARED or args.batch_invariant or not args.terms.PLAIN:
+        return False
+    return int(before.min()) >= prefix and int(args.query_start_loc[-1]) > 0
+
+
+def _behind_prefix(args: AttentionArgs) -> Result:
+    """Attend with all queries over the shared blocks, and with those of each sequence over the rest of its keys."""
+    cache, prefix, tables = Cache(args), key_begin_of(args), args.block_tables
+    own = args._replace(block_tables=tables[:, args.num_shared_blocks :], seq_lens=args.seq_lens - prefix)
+    out, lse = _each_alone(own)
+    rows = slice(int(args.query_start_loc[-1]))
+    query = args.query[rows].to(cache.dtype)
+    shared = full_parts(query, cache, tables[0].numpy(), 0, prefix, args.scale)
+    out[rows], lse[rows] = merge_parts([(out[rows], lse[rows]), *shared], query, cache.width)
+    return out, lse
+
+
+def _each_alone(args: AttentionArgs) -> Result:
+    """Attend with the queries of each sequence, or of each of its KV heads, over its own keys."""
     query, cache, is_plain = args.query, Cache(args), args.terms.PLAIN and args.tree_mask is None
     by_head = args.query_blocks is not None or args.block_tables.dim() == 3
     runs = _runs(args, is_plain)
@@ -48,8 +78,6 @@ def attend(args: AttentionArgs) -> Result:
         for head in range(cache.kv_heads):
             heads, own = _of_head(args, head)
             _attend_runs(own, Cache(own), runs, out[:, heads], lse[:, heads])
-    if args.sinks is not None:
-        _add_sinks(out, lse, args.sinks, int(args.query_start_loc[-1]))
     return out, lse
 
 
