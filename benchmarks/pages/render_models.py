@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from ..harness.tables import RESULTS, Row, read_rows
-from .markdown import by_version, commits, link, table
+from .markdown import by_version, commits, link, measured, table
 
 
 def demo_rows() -> list[Row]:
@@ -99,8 +99,8 @@ OUTCOMES = {
 """Outcomes of a class, and the heads of their columns."""
 
 
-def render_families_versions(_page: Path) -> str:
-    """Render what each transformers gave, and the classes whose outcome is not the same with all of them."""
+def render_families_versions(page: Path) -> str:
+    """Render what each transformers gave, the classes whose outcome differs between them, and the conditions."""
     families = _families()
     versions = sorted({version for rows in families.values() for version in rows}, key=by_version)
     lines = []
@@ -115,9 +115,10 @@ def render_families_versions(_page: Path) -> str:
         outcomes_of = {version: row["outcome"] for version, row in known.items()}
         if len(set(outcomes_of.values())) > 1:
             unlike.append(f"{name} ({', '.join(map(': '.join, outcomes_of.items()))})")
-    return "\n".join(
-        [*table(heads, "lrrrrr", lines), "", f"Not the same with all versions: {', '.join(unlike) or 'none'}."]
-    )
+    newest = [known[versions[-1]] for known in families.values() if versions[-1] in known]
+    said = measured(page, RESULTS / "cpu" / "families.csv", newest, ("torch", "transformers"))
+    differ = f"Not the same with all versions: {', '.join(unlike) or 'none'}."
+    return "\n".join([*table(heads, "lrrrrr", lines), "", differ, "", said])
 
 
 def render_families_summary(_page: Path) -> str:
