@@ -24,7 +24,6 @@ _lock = threading.Lock()
 _open: list[Visit] = []  # blocks that have not ended, of all threads
 _VISITS: ContextVar[tuple[Visit, ...]] = ContextVar("pc_documents", default=())
 _APART: ContextVar[bool] = ContextVar("pc_apart", default=False)
-_entered = False  # whether a block is open in any thread; compiled forward passes depend on it
 
 
 class Visit:
@@ -63,15 +62,9 @@ def enter(document: Any) -> Visit:
     carry()
     visit = Visit(document)
     with _lock:
-        _change([*_open, visit])
+        _open.append(visit)
     _VISITS.set((*_VISITS.get(), visit))
     return visit
-
-
-def _change(visits: list[Visit]) -> None:
-    """Replace the list of open blocks."""
-    global _entered
-    _open[:], _entered = visits, bool(visits)
 
 
 def open_visits() -> list[Visit]:
@@ -83,7 +76,7 @@ def open_visits() -> list[Visit]:
 def leave(visit: Visit) -> None:
     """End a block. Any thread or task may call this, not only the one that entered the block."""
     with _lock:
-        _change([other for other in _open if other is not visit])
+        _open[:] = [other for other in _open if other is not visit]
     visit.open, visit.left_elsewhere = False, visit.owner != _here()
     _VISITS.set(tuple(other for other in _VISITS.get() if other is not visit))
 
@@ -124,7 +117,7 @@ def check_forward(module: Any) -> None:
 
 def may_be_within() -> bool:
     """Return whether any thread is within a document, for compiled forward passes."""
-    return _entered
+    return bool(_open)
 
 
 def check_manager(model: Any) -> None:
