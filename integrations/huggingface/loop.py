@@ -63,7 +63,6 @@ class Loop:
     returns: float | None = None  # probability that the conversation resumes soon
     unchanged: Callable[[], bool] = lambda: True  # returns whether the model still has these `extra_keys`
     answered: bool = False  # whether the first token's logits were computed
-    hooks_unchanged: Callable[[], bool] = lambda: True  # of a watch over hooks on all modules
 
     def run(self, model: Any = None, options: dict[str, Any] | None = None, **inputs: Any) -> Any:
         """Run the loop and return its result. Arguments replace the loop's model and some of its options and inputs."""

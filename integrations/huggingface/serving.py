@@ -597,7 +597,7 @@ class PrefixCaching:
             unchanged = self._identity.watch(loop.model)
             adapters = self._identity.adapter_keys()
         as_before = watch_torch(loop.model)
-        loop.unchanged = lambda: as_before() and loop.hooks_unchanged() and unchanged()
+        loop.unchanged = lambda: as_before() and unchanged()
         loop.adapters = self._row_adapters(loop)
         if loop.images is not None:
             refuse_if(loop.adapters, "images with adapter_names")
@@ -617,7 +617,9 @@ class PrefixCaching:
         def refuse() -> None:
             refuse_if(not loop.answered, REASON)
 
-        with kept_deltas(loop.model), within(self._running, True), watched_hooks(refuse) as loop.hooks_unchanged:
+        unchanged = loop.unchanged
+        with kept_deltas(loop.model), within(self._running, True), watched_hooks(refuse) as hooks_unchanged:
+            loop.unchanged = lambda: hooks_unchanged() and unchanged()  # no cycle, which would keep the loop in memory
             yield
 
     def _row_adapters(self, loop: Loop) -> list[str] | None:

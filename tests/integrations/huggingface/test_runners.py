@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import signal
 import threading
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,28 @@ MODES: dict[str, dict[str, Any]] = {
 }
 if api.ASSISTED not in api.look().disabled:
     MODES["prompt lookup"] = {"prompt_lookup_num_tokens": 3}
+
+
+@cases("llama", without=("batching",))
+def test_a_call_keeps_nothing_of_its_arguments(runner: Runner, family: Any) -> None:
+    """A cycle of references would keep them, with images and caches, until Python's collector runs."""
+
+    class Processor:
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores
+
+    with runner.enable(build(family)) as caching:
+        caching.check(SHARED)
+        processor = Processor()
+        gone = weakref.ref(processor)
+        gc.collect()
+        gc.disable()
+        try:
+            caching.check(SHARED, logits_processor=[processor])
+            del processor
+            assert gone() is None
+        finally:
+            gc.enable()
 
 
 @cases("llama", "mistral-window", "gemma2", "gpt2", without=("packed, captured", "batching"))
