@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pc.demo import trained_model_folder
 
 NEEDED = (
@@ -109,13 +111,15 @@ def serving(model: str, options: Sequence[str] = (), variables: Mapping[str, str
     Args:
         model: Folder of the model.
         options: Options of vLLM's command line.
-        variables: Variables of the environment, added to this process's own without `PC_VLLM*`.
+        variables: Variables of the environment, added to this process's own without `PC_VLLM*`. By default the server
+            has this process's number of threads.
 
     Raises:
         RuntimeError: The server ended, or did not answer within some minutes; the message has the end of its log.
     """
     own = {name: value for name, value in os.environ.items() if not name.startswith("PC_VLLM")}
-    own |= ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | dict(variables or {})
+    own |= ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    own |= {"OMP_NUM_THREADS": str(torch.get_num_threads())} | dict(variables or {})  # as the rows say
     # The `vllm` command looks for a distribution of that name. CPU builds by other projects have another name.
     with started("vllm.entrypoints.openai.api_server", ["--model", model, *options], own) as server:
         yield server
