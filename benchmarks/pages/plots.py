@@ -17,7 +17,7 @@ INK, PAPER, GRID = "#1f2937", "#ffffff", "#d5dae1"
 DARK = {INK: "#e5e7eb", PAPER: "#1e2129", GRID: "#3d4452"}
 WIDTH = 5.6  # inches: what a phone shows without making it smaller
 ORACLES = {"belady": "--", "next_turn": "-."}  # styles of the policies that know the future
-LONGEST_NAME = 30  # characters; a legend of that width holds two such names in a line
+LONGEST_NAME = 28  # characters; a legend of that width holds two such names in a line
 OURS_COLOR = "#2f74d0"
 RIVALS = ("#9aa5b1", "#e0903b", "#3f9d73", "#a46bbd", "#c2564b", "#7f8c4d", "#5aa3a8", "#b08a5b")
 
