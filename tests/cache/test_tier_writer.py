@@ -161,7 +161,7 @@ def test_a_copy_that_fails_leaves_the_queue_as_it_was(slow, monkeypatch):
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()], ids=repr)
 def test_a_worker_that_cannot_start_blocks_nobody(slow, monkeypatch, error):
     """The block is refused. If it were queued, `flush` and `close` would wait forever."""
-    writer, start = TierWriter(slow), threading.Thread.start
+    writer, start, before = TierWriter(slow), threading.Thread.start, {*threading.enumerate()}
     slow.leave.set()
 
     def fail(thread):
@@ -183,10 +183,9 @@ def test_a_worker_that_cannot_start_blocks_nobody(slow, monkeypatch, error):
     assert writer.put(KEYS[1], block())
     assert writer.flush(timeout=5)
     assert sorted(slow.entries) == [KEYS[1]]
-    for thread in threading.enumerate():
-        if thread.name == "pc-tier-writer" and thread is not writer._worker:
-            thread.join(5)  # it may have written the block, and ends then
-    assert [thread.name for thread in threading.enumerate()].count("pc-tier-writer") == 1
+    for thread in {*threading.enumerate()} - before - {writer._worker}:
+        thread.join(5)  # it may have written the block, and ends then
+    assert {*threading.enumerate()} - before == {writer._worker}
     assert writer.close(timeout=5)
 
 
